@@ -1,0 +1,1 @@
+"""Benchmarks: speed against a memory copy and against other libraries. Run them as scripts."""

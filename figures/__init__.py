@@ -1,0 +1,1 @@
+"""Figures: each script reads records and draws; nothing is computed anew."""

@@ -1,0 +1,457 @@
+"""Figures of experiments/underflow.py, drawn from its record alone.
+
+    python figures/underflow.py [RECORD] [--out DIR]
+
+draws <record's name>_loss_scale, _formats, _histogram, _rounding, _layers and _training, each as
+.pdf and .png. The same record gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run from a checkout, installed or not
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from experiments import harness
+from figures import style
+
+TITLES = {
+    "weight": "weights W",
+    "activation": "activations X",
+    "gradient": "gradients dY",
+    "weight gradient": "weight gradients dW",
+    "tensor": "tensors of the file",
+}
+
+Rows = list[dict[str, Any]]
+
+
+def last_step(rows: Rows) -> int:
+    return max(row["step"] for row in rows)
+
+
+def main_kind(metrics: dict[str, Any]) -> str:
+    """What the study is about: gradients, or the user's tensors."""
+    return "gradient" if "gradient" in metrics["axes"] else "tensor"
+
+
+def kinds_of(metrics: dict[str, Any]) -> list[str]:
+    return [kind for kind in TITLES if kind in metrics["axes"]]
+
+
+def when(record: dict[str, Any], step: int) -> str:
+    """The step for a title; nothing where there was no training."""
+    return f", step {step + 1} of {record['point']['training']['steps']}" if "training" in record["point"] else ""
+
+
+# (a) Loss scales ---------------------------------------------------------------------------------
+
+
+def loss_scale(record: dict[str, Any]) -> Figure:
+    """Share of values that vanish, and that overflow, against the loss scale."""
+    rows: Rows = record["metrics"]["loss_scale"]
+    step = last_step(rows)
+    rows = [row for row in rows if row["step"] == step]
+    formats = list(dict.fromkeys(row["format"] for row in rows))
+    scales = sorted({row["log2_scale"] for row in rows})
+    figure, (top, bottom) = style.new(
+        2, 1, figsize=(style.SINGLE * 1.35, 3.9), sharex=True, height_ratios=(2.2, 1)
+    )
+    cell = {(row["format"], row["log2_scale"]): row for row in rows}
+    zero = {f: [100 * cell[f, k]["underflow_share"] for k in scales] for f in formats}
+    worst = {f: [100 * cell[f, k]["worst_share"] for k in scales] for f in formats}
+    over = {f: [100 * cell[f, k]["saturated_share"] for k in scales] for f in formats}
+    lowest = style.decade_below([v for f in formats for v in zero[f]], 1e-4)
+    least = style.decade_below([v for f in formats for v in over[f]], 1e-5)
+    for f in formats:
+        line, high = style.on_log(zero[f], lowest), style.on_log(worst[f], lowest)
+        shade = style.colour(f)
+        top.fill_between(scales, line, high, color=shade, alpha=0.15, linewidth=0)
+        top.plot(scales, high, color=shade, linewidth=0.6)
+        top.plot(scales, line, color=shade, marker="o", markersize=2.5)
+        bottom.plot(scales, style.on_log(over[f], least), color=shade, marker="o", markersize=2.5)
+    style.percent_axis(top, "y", lowest)
+    style.percent_axis(bottom, "y", least, every=2)
+    what = TITLES[main_kind(record["metrics"])]
+    top.set_title(f"Unscaled formats: {what}{when(record, step)}")
+    top.set_ylabel("become zero, % of non-zero\n(dots: all layers; thin: the worst)")
+    bottom.set_ylabel("beyond the\nlargest finite, %")
+    bottom.set_xlabel("loss scale S")
+    bottom.set_xticks([k for k in scales if k % 4 == 0])
+    style.power_of_two_axis(bottom.xaxis)
+    bottom.set_xlim(scales[0] - 0.5, scales[-1] + 4)
+    figure.draw_without_rendering()
+    for axes, values, low in ((top, zero, lowest), (bottom, over, least)):
+        ends = [(float(style.on_log(values[f], low)[-1]), f) for f in formats if any(values[f])]
+        style.label_lines(axes, scales[-1], [(y, f, style.colour(f)) for y, f in ends], gap=8.5)
+    never = [f for f in formats if not any(over[f])]
+    if never:
+        bottom.text(0.02, 0.9, f"never: {', '.join(never)}", transform=bottom.transAxes, va="top")
+    return figure
+
+
+# (b) Per tensor against per block ----------------------------------------------------------------
+
+
+def formats(record: dict[str, Any]) -> Figure:
+    """What each format loses of each kind of tensor: share that vanishes, and SQNR."""
+    metrics = record["metrics"]
+    rows: Rows = metrics["by_format"]
+    step = last_step(rows)
+    rows = [row for row in rows if row["step"] == step]
+    names = list(dict.fromkeys(row["format"] for row in rows))
+    kinds = kinds_of(metrics)
+    cell = {(row["kind"], row["format"]): row for row in rows}
+    height = 0.9 + 2 * (0.145 * len(names) + 0.25)
+    width = style.DOUBLE if len(kinds) > 1 else style.SINGLE * 1.2
+    figure, panels = style.new(
+        2, len(kinds), figsize=(width, height), sharey=True, sharex="row", squeeze=False
+    )
+    lowest = max(1e-4, style.decade_below([100 * row["worst_share"] for row in rows]))
+    places = np.arange(len(names))[::-1]
+    for column, kind in enumerate(kinds):
+        flush, quality = panels[:, column]
+        for place, name in zip(places, names, strict=True):
+            row = cell.get((kind, name))
+            if row is None:
+                continue
+            shade = style.colour(name)
+            pooled, worst = style.on_log(
+                [100 * row["underflow_share"], 100 * row["worst_share"]], lowest
+            )
+            flush.plot([pooled, worst], [place, place], color=shade, linewidth=1.2)
+            flush.plot(worst, place, marker="|", color=shade, markersize=6, markeredgewidth=1.2)
+            flush.plot(pooled, place, marker="o", color=shade, clip_on=False)
+            if row["sqnr_db_median"] is not None:
+                low = row["sqnr_db_worst"]
+                low = row["sqnr_db_median"] if low is None else low
+                quality.plot([low, row["sqnr_db_median"]], [place, place], color=shade, linewidth=1.2)
+                quality.plot(low, place, marker="|", color=shade, markersize=6, markeredgewidth=1.2)
+                quality.plot(row["sqnr_db_median"], place, marker="o", color=shade)
+        style.percent_axis(flush, "x", lowest, every=2)
+        flush.set_title(TITLES[kind])
+        quality.set_xlim(left=-2)
+        for axes in (flush, quality):
+            axes.set_ylim(-0.6, len(names) - 0.4)
+            axes.grid(axis="y", visible=False)
+            for edge in granularity_edges(metrics["formats"], names):
+                axes.axhline(len(names) - 0.5 - edge, color="#9a9a9a", linewidth=0.5, linestyle=":")
+    for axes in panels[:, 0]:
+        axes.set_yticks(places, [scale_label(name, metrics["formats"][name]) for name in names])
+    for axes in panels[0]:
+        axes.set_xlabel("become zero, %")
+    for axes in panels[1]:
+        axes.set_xlabel("SQNR, dB")
+    figure.suptitle(
+        "Dot: all layers together (SQNR: the median layer). Bar: the worst layer.\n"
+        f"In brackets: how many values share a scale{when(record, step)}.",
+        x=0.01, ha="left", fontsize=7.5,
+    )  # fmt: skip
+    return figure
+
+
+def granularity(row: dict[str, Any]) -> str:
+    block = row["block"]
+    if block == "element":
+        return "unscaled"
+    return block if isinstance(block, str) else "x".join(str(b) for b in block)
+
+
+def granularity_edges(table: dict[str, Any], names: list[str]) -> list[int]:
+    """Where the list of formats passes from one block size to another."""
+    sizes = [granularity(table[name]) for name in names]
+    return [i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]]
+
+
+def scale_label(name: str, row: dict[str, Any]) -> str:
+    return f"{name} ({granularity(row)})"
+
+
+# (c) Where the exponents lie ---------------------------------------------------------------------
+
+#: Strips under the histogram: format and log2 of the loss scale.
+STRIPS = (("bf16", 0), ("fp16", 0), ("fp16", 10), ("e5m2", 0), ("e5m2", 16), ("e4m3", 0), ("e4m3", 20))
+
+
+def histogram(record: dict[str, Any]) -> Figure:
+    """Gradient exponents with a zero bin, and the formats' ranges as strips below."""
+    metrics = record["metrics"]
+    kind = main_kind(metrics)
+    rows: Rows = [row for row in metrics["histograms"] if row["kind"] == kind]
+    first, last = rows[0], rows[-1]
+    figure, axes = style.new(
+        2, 2, figsize=(style.DOUBLE, 3.6), width_ratios=(1.75, 1), height_ratios=(1.5, 1)
+    )
+    bars, strips = axes[0, 0], axes[1, 0]
+    grid = axes[0, 1].get_gridspec()
+    axes[0, 1].remove()
+    axes[1, 1].remove()
+    below = figure.add_subplot(grid[:, 1])
+
+    counts = np.array(last["counts"])
+    exponents = last["lowest"] + np.arange(len(counts))
+    used = exponents[counts > 0] if counts.any() else np.array([0])
+    left, right = max(int(used[0]), -44) - 1, max(int(used[-1]), 2) + 2
+    zero_at = left - 2
+    share = 100 * counts / (counts.sum() + last["zeros"])
+    shown = exponents >= left
+    share[np.argmax(shown)] += share[~shown].sum()  # the lowest bin takes what lies below
+    bars.bar(exponents[shown] + 0.5, share[shown], width=1, color="#b5b5b5", edgecolor="white", linewidth=0.3)
+    zeros = 100 * last["zeros"] / (counts.sum() + last["zeros"])
+    bars.bar(zero_at, zeros, width=1.6, color="white", edgecolor="#555555", hatch="xxx", linewidth=0.6)
+    tallest = max(share[shown].max(), 1e-9)
+    limit = 1.25 * tallest
+    if first is not last:
+        start = np.array(first["counts"])
+        edge = 100 * start / (start.sum() + first["zeros"])
+        bars.step(exponents[shown] + 0.5, edge[shown], where="mid", color="black", linewidth=0.9)
+        shoulder = int(np.flatnonzero(edge > 0.4 * edge.max())[-1])
+        bars.annotate(
+            f"step {first['step'] + 1}", (exponents[shoulder] + 1, edge[shoulder]), xytext=(3, 0),
+            textcoords="offset points", ha="left", va="center", fontsize=7,
+        )  # fmt: skip
+        limit = max(limit, 1.25 * edge.max())
+    bars.set_ylim(0, limit)
+    bars.text(
+        zero_at + 1.3, 0.97 * limit, f"{zeros:.0f} % are\nexactly zero", ha="left", va="top", fontsize=7
+    )
+    bars.set_ylabel("% of all values")
+    bars.set_title(f"Exponents of {TITLES[kind]}{when(record, last['step'])}")
+    ticks = [k for k in range(left + 1, right + 1) if k % 8 == 0]
+    bars.set_xticks([zero_at, *ticks], ["0", *(style.power_of_two(k) for k in ticks)])
+    bars.set_xlim(zero_at - 1.5, right)
+    draw_strips(strips, metrics["formats"], zero_at, right)
+    strips.set_xlim(bars.get_xlim())
+    strips.set_xticks([zero_at, *ticks], ["0", *(style.power_of_two(k) for k in ticks)])
+    strips.set_xlabel("|value| before scaling (bin: [2ᵏ, 2ᵏ⁺¹); first bin: exact zeros)")
+
+    draw_distances(below, metrics, last["step"])
+    return figure
+
+
+def draw_strips(axes: Axes, formats: dict[str, Any], zero_at: float, right: float) -> None:
+    """A bar per format and loss scale: light where subnormal, full where normal."""
+    chosen = [(name, k) for name, k in STRIPS if name in formats]
+    for place, (name, k) in enumerate(reversed(chosen)):
+        row, shade = formats[name], style.colour(name)
+        tiny, normal, top = (np.log2(row[key]) - k for key in ("min_subnormal", "min_normal", "max"))
+        axes.add_patch(
+            Rectangle((tiny, place - 0.32), normal - tiny, 0.64, facecolor="white", edgecolor=shade, hatch="/////", linewidth=0.7)
+        )
+        axes.add_patch(Rectangle((normal, place - 0.32), top - normal, 0.64, facecolor=shade, linewidth=0))
+        dark = name in ("fp16", "e4m3")
+        where = (max(normal, zero_at + 1.2) + min(top, right)) / 2
+        text = name + (f", S = {style.power_of_two(k)}" if k else "")
+        axes.text(where, place, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "black", clip_on=True)
+    axes.set_ylim(-0.6, len(chosen) - 0.4)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+    axes.set_title("Range of a format: hatched subnormal, full normal", fontsize=7.5)
+
+
+def draw_distances(axes: Axes, metrics: dict[str, Any], step: int) -> None:
+    """How far below its block's maximum a value lies: what scaling can and cannot reach."""
+    rows = [row for row in metrics["below_maximum"] if row["step"] == step]
+    lines = {0: ("#bdbdbd", 2.6), 128: ("#8c8c8c", 2.0), 32: ("#555555", 1.4), 16: ("#000000", 0.9)}
+    far = 36
+    for row in rows:
+        counts = np.array(row["counts"])
+        total = counts.sum()
+        if not total:
+            continue
+        beyond = 100 * (total - np.cumsum(counts)) / total  # share lying at least d binades below
+        d = np.arange(len(beyond)) + 1
+        keep = (beyond > 1e-3) & (d <= far)
+        shade, width = lines[row["block"]]
+        name = "the tensor" if row["block"] == 0 else f"{row['block']} values"
+        axes.plot(d[keep], beyond[keep], color=shade, linewidth=width, label=name)
+    for element, like in (("e2m1", "nvfp4"), ("e4m3", "e4m3"), ("e5m2", "e5m2")):
+        row = next((r for r in metrics["formats"].values() if r["element"] == element), None)
+        if row is None:
+            continue
+        # With the largest value on the format's: zero is what lies at or below half its smallest.
+        reach = np.log2(row["max"]) - np.log2(row["min_subnormal"]) + 1
+        shade = style.colour(like)
+        axes.axvline(reach, color=shade, linewidth=1.1)
+        axes.text(reach, 170, element, color=shade, ha="center", va="bottom", fontsize=7)
+    axes.set_yscale("log")
+    axes.set_ylim(1e-3, 150)
+    axes.set_yticks([1e-3, 1e-2, 0.1, 1, 10, 100], ["0.001", "0.01", "0.1", "1", "10", "100"])
+    axes.set_xlim(0, far)
+    axes.set_xticks(range(0, far + 1, 4))
+    axes.set_xlabel("at least so many binades below the\nlargest value that shares the scale")
+    axes.set_ylabel("% of non-zero values")
+    axes.set_title("Right of a format's line: becomes zero\n", fontsize=7.5)
+    legend = axes.legend(title="one scale for", loc="upper right", fontsize=6.5, title_fontsize=6.5)
+    legend.get_frame().set(alpha=1, linewidth=0.5)
+
+
+# (d) Rounding to nearest against stochastic rounding ---------------------------------------------
+
+
+def rounding(record: dict[str, Any]) -> Figure:
+    """What is kept of what nearest flushes, and the bias of the whole."""
+    rows: Rows = record["metrics"]["rounding"]
+    step = last_step(rows)
+    rows = [row for row in rows if row["step"] == step][::-1]
+    figure, (kept, bias) = style.new(
+        1, 2, figsize=(style.DOUBLE, 0.75 + 0.19 * len(rows)), sharey=True, width_ratios=(1, 1.25)
+    )
+    for place, row in enumerate(rows):
+        shade = style.colour(row["format"])
+        if row["kept_sr"] is not None:
+            kept.plot(0, place, "o", color=shade, clip_on=False)
+            error = 200 * (row["kept_sr_se"] or 0)
+            kept.errorbar(100 * row["kept_sr"], place, xerr=error, fmt="o", color=shade, markerfacecolor="white", capsize=2, linewidth=1)
+        if row["magnitude_bias_rne"] is not None:
+            bias.plot(100 * row["magnitude_bias_rne"], place, "o", color=shade)
+            error = 200 * (row["magnitude_bias_sr_se"] or 0)
+            bias.errorbar(100 * row["magnitude_bias_sr"], place, xerr=error, fmt="o", color=shade, markerfacecolor="white", capsize=2, linewidth=1)
+    kept.set_yticks(range(len(rows)), [row["format"] for row in rows])
+    kept.axvline(100, color="#555555", linewidth=0.7)
+    kept.set_xlim(-6, 130)
+    kept.set_xlabel("kept, % of what nearest flushes")
+    kept.set_title("filled: to nearest; open: stochastic")
+    bias.set_xscale("symlog", linthresh=0.01, linscale=0.6)
+    ticks = [-100, -10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1]
+    bias.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    bias.set_xlim(-130, 2)
+    bias.axvline(0, color="#555555", linewidth=0.7)
+    bias.set_xlabel("bias of the projection on the exact tensor, %")
+    what = TITLES[main_kind(record["metrics"])]
+    bias.set_title(f"{what}{when(record, step)}; {rows[0]['draws']} draws, mean ± 2 s.e.")
+    for axes in (kept, bias):
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+    return figure
+
+
+# Layers, and the course of training --------------------------------------------------------------
+
+
+def layers(record: dict[str, Any]) -> Figure:
+    """Heat map: share of non-zero gradients that vanish, by layer and format."""
+    metrics = record["metrics"]
+    kind = main_kind(metrics)
+    rows = [row for row in metrics["by_layer"] if row["kind"] == kind]
+    names = metrics["layers"]
+    values = 100 * np.array([row["underflow"] for row in rows], dtype=float).T  # NaN: not measured
+    figure, axes = style.new(
+        figsize=(min(style.DOUBLE, 1.6 + 0.46 * len(rows)), 1.3 + 0.15 * len(names))
+    )
+    norm = LogNorm(0.01, 100)
+    axes.imshow(np.fmax(values, 1e-9), norm=norm, cmap="Greys", aspect="auto", interpolation="nearest")
+    for i in range(values.shape[0]):
+        for j in range(values.shape[1]):
+            if np.isnan(values[i, j]):
+                continue
+            shade = style.text_on(float(norm(max(values[i, j], 0.01))))
+            text = harness.percent(values[i, j] / 100)
+            axes.text(j, i, text, ha="center", va="center", fontsize=6, color=shade)
+    axes.set_xticks(range(len(rows)), [row["format"] for row in rows], rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(names)), names)
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    step = last_step(metrics["by_format"])
+    axes.set_title(f"Non-zero values that become zero, %: {TITLES[kind]}{when(record, step)}")
+    return figure
+
+
+#: Formats of the figure over training, enough to tell the story and few enough to read.
+COURSE = ("fp16", "e5m2", "fp8_tensor_e4m3", "mxfp4", "nvfp4")
+
+
+def training(record: dict[str, Any]) -> Figure:
+    """Underflow of the gradients over training, above the loss."""
+    metrics = record["metrics"]
+    rows = [row for row in metrics["by_format"] if row["kind"] == "gradient"]
+    present = {row["format"] for row in rows}
+    chosen = [name for name in COURSE if name in present] or sorted(present)[:5]
+    figure, (top, bottom) = style.new(
+        2, 1, figsize=(style.SINGLE * 1.35, 3.9), sharex=True, height_ratios=(2.2, 1)
+    )
+    steps = sorted({row["step"] for row in rows})
+    share = {
+        (row["format"], row["step"]): (100 * row["underflow_share"], 100 * row["worst_share"]) for row in rows
+    }
+    lowest = style.decade_below([share[f, s][0] for f in chosen for s in steps], 1e-4)
+    x = [s + 1 for s in steps]
+    for f in chosen:
+        line, high = (style.on_log([share[f, s][i] for s in steps], lowest) for i in (0, 1))
+        top.plot(x, high, color=style.colour(f), linewidth=0.6)
+        top.plot(x, line, color=style.colour(f), marker="o", markersize=3)
+    style.percent_axis(top, "y", lowest)
+    top.set_ylabel("become zero, % of non-zero\n(dots: all layers; thin: the worst)")
+    top.set_title("Gradients dY over training")
+    loss = metrics["train_loss"]
+    bottom.plot(range(1, len(loss) + 1), loss, color="#555555", linewidth=0.9)
+    bottom.set_ylabel("training loss,\nnats per byte")
+    bottom.set_xlabel("step")
+    bottom.set_xlim(-0.01 * len(loss), 1.36 * len(loss))
+    bottom.set_xticks([t for t in bottom.get_xticks() if 0 <= t <= len(loss)])
+    figure.draw_without_rendering()
+    ends = [
+        (float(style.on_log([share[f, steps[-1]][0]], lowest)[0]), f, style.colour(f)) for f in chosen
+    ]
+    style.label_lines(top, x[-1], ends, gap=8.5)
+    return figure
+
+
+# All of them -------------------------------------------------------------------------------------
+
+
+def draw(path: Path, out: Path) -> list[Path]:
+    """Draw every figure that the record has data for; returns the files.
+
+    Raises
+    ------
+    ValueError
+        Where the record is missing, broken, or that of a failed run.
+    """
+    record = harness.read_record(path)
+    if record["experiment"] != "underflow":
+        raise ValueError(
+            f"draw: {path} is a record of {record['experiment']!r}; this script draws 'underflow'."
+            " Name a record of experiments/underflow.py."
+        )
+    metrics = record["metrics"]
+    figures = {"loss_scale": loss_scale, "formats": formats, "histogram": histogram}
+    if metrics["rounding"]:
+        figures["rounding"] = rounding
+    if metrics["layers"]:
+        figures["layers"] = layers
+    if len(metrics.get("train_loss", ())) > 1:
+        figures["training"] = training
+    written: list[Path] = []
+    for name, make in figures.items():
+        written += style.save(make(record), out / f"{path.stem}_{name}", record)
+    return written
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ROOT / "results" / "underflow.json"
+    parser.add_argument("record", nargs="?", type=Path, default=default, metavar="RECORD", help="default: results/underflow.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "figures", metavar="DIR", help="default: figures/")
+    args = parser.parse_args()
+    try:
+        written = draw(args.record, args.out)
+    except ValueError as error:
+        print(f"figures/underflow.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(str(path) for path in written))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

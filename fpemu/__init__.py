@@ -1,0 +1,59 @@
+"""fpemu: the exact bits of low-precision training and inference, on any machine.
+
+>>> import numpy as np, fpemu
+>>> fpemu.quantize(np.float32([0.1, 1.0, 2.6, 6.0]), fmt="nvfp4")
+array([0., 1., 3., 6.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fpemu.backends.threads import get_num_threads, set_num_threads
+    from fpemu.encoded import Encoded
+    from fpemu.errors import BackendError, FileFormatError, FpemuError
+    from fpemu.formats import BlockFormat, Format, get_format, list_formats
+    from fpemu.ops import decode, encode, quantize
+    from fpemu.statistics import Stats, stats
+
+# Where each name lives: a module is imported when its first name is asked for, so that
+# `import fpemu` loads neither torch nor numba.
+_HOME = {
+    "BackendError": "errors",
+    "BlockFormat": "formats",
+    "Encoded": "encoded",
+    "FileFormatError": "errors",
+    "Format": "formats",
+    "FpemuError": "errors",
+    "Stats": "statistics",
+    "decode": "ops",
+    "encode": "ops",
+    "get_format": "formats",
+    "get_num_threads": "backends.threads",
+    "list_formats": "formats",
+    "quantize": "ops",
+    "set_num_threads": "backends.threads",
+    "stats": "statistics",
+}
+_MODULES = ("formats",)
+__all__ = sorted([*_HOME, *_MODULES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"fpemu.{name}")
+    try:
+        module = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module 'fpemu' has no attribute {name!r}") from None
+    value = getattr(import_module(f"fpemu.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,381 @@
+"""The ``fpemu`` command: formats, their codes, what a format does to a file, and a self-check."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:  # --help must not wait for numpy or rich
+    from rich.table import Table
+
+    from fpemu.formats import BlockFormat, Format
+
+app = typer.Typer(
+    help="The exact bits of low-precision training and inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    app(prog_name="fpemu")
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """The user's mistakes end in one line on stderr and exit code 2; a fault keeps its traceback."""
+    from fpemu.errors import FpemuError
+
+    try:
+        yield
+    except BrokenPipeError:  # the reader of our output has seen enough
+        raise
+    except (FpemuError, ValueError, TypeError, OSError) as error:
+        typer.echo(f"fpemu: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from fpemu import __version__
+
+        typer.echo(f"fpemu {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+# formats -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def formats(
+    pattern: Annotated[str, typer.Argument(help="Shell-style pattern, such as 'nvfp4*'.")] = "*",
+) -> None:
+    """List formats: range and specials; or block, scale and rule."""
+    from fpemu.formats import Format, get_format, list_formats
+
+    with _one_line_errors():
+        rows = [get_format(name) for name in list_formats(pattern)]
+        if not rows:
+            get_format(pattern, "formats")  # raises, with the nearest name
+        elements = [row for row in rows if isinstance(row, Format)]
+        blocks = [row for row in rows if not isinstance(row, Format)]
+        tables = []
+        if elements:
+            tables.append(_element_table(elements))
+        if blocks:
+            tables.append(_block_table(blocks))
+        _print(*tables)
+
+
+def _element_table(rows: list[Format]) -> Table:
+    table = _table("Element formats", "name", "bits", "s,e,m", "max", "min normal", "min subnormal")
+    for name in ("Inf", "NaN", "-0"):
+        table.add_column(name, justify="center")
+    for row in rows:
+        signed, exp = int(row.signed), row.exp_bits
+        flags = (row.has_inf, row.has_nan, row.has_negative_zero)
+        table.add_row(
+            row.name,
+            str(row.bits),
+            f"{signed},{exp},{row.man_bits}",
+            f"{row.max:.6g}",
+            _power(row.min_normal),
+            _power(row.min_subnormal),
+            *("yes" if flag else "-" for flag in flags),
+        )
+    return table
+
+
+def _block_table(rows: list[BlockFormat]) -> Table:
+    table = _table("Block formats", "name", "element", "block", "scale", "rule", "tensor")
+    table.add_column("bits", justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.element.name,
+            "tensor" if row.block is None else "x".join(map(str, row.block)),
+            "-" if row.scale is None else row.scale.name,
+            row.rule,
+            "fp32" if row.tensor_scaled else "-",
+            f"{_bits_per_element(row):g}",
+        )
+    return table
+
+
+def _bits_per_element(row: BlockFormat) -> float:
+    """Stored bits of an element and its share of the block scale, to three digits."""
+    if row.block is None or row.scale is None:
+        return row.element.bits
+    size = 1
+    for side in row.block:
+        size *= side
+    return round(row.element.bits + row.scale.bits / size, 3)
+
+
+def _power(value: float) -> str:
+    """2^k for a power of two, which every smallest number is."""
+    mantissa, exponent = value.hex().split("p")
+    sign = "-" if mantissa.startswith("-") else ""
+    return f"{sign}2^{int(exponent)}" if mantissa.strip("-") == "0x1.0000000000000" else repr(value)
+
+
+# table -------------------------------------------------------------------------------------------
+
+
+@app.command()
+def table(
+    name: Annotated[str, typer.Argument(help="A format of at most 16 bits, such as e4m3.")],
+) -> None:
+    """Print every code of a format with its bits and exact value.
+
+    For a block format, the codes of its elements.
+    """
+    from fpemu.formats import Format, get_format
+
+    with _one_line_errors():
+        row = get_format(name, "table")
+        fmt = row if isinstance(row, Format) else row.element
+        if fmt.bits > 16:
+            raise ValueError(
+                f"table: {name!r} has 2**{fmt.bits} codes; at most 2**16 are printed."
+                " Ask for fp16 or bf16, or decode the codes you need with fpemu.decode."
+            )
+        if not isinstance(row, Format):
+            scale = row.scale.name if row.scale else None
+            also = f"; the scales are {scale}: fpemu table {scale}" if scale else ""
+            typer.echo(f"# elements of {name} ({fmt.name}){also}")
+        _write_lines(_code_lines(fmt))
+
+
+def _code_lines(fmt: Format) -> Iterator[str]:
+    """Fixed-width lines for a pager; the exact decimal, which may be long, comes last."""
+    digits = max(2, -(-fmt.bits // 4))
+    widths = [w for w in (int(fmt.signed), fmt.exp_bits, fmt.man_bits) if w]
+    if fmt.is_integer:
+        widths, layout = [fmt.bits], "integer"
+    else:
+        layout = "|".join(("s", "exp", "man")[3 - len(widths) :] if fmt.signed else ("exp", "man"))
+        layout = layout if fmt.man_bits else "exp"
+    bits_width = max(len(layout), sum(widths) + len(widths) - 1)
+    hexes = [_hex(value) for value in fmt.values().tolist()]
+    hex_width = max(map(len, hexes))
+    yield f"{'code':>{digits + 2}}  {layout:<{bits_width}}  {'hex':<{hex_width}}  value"
+    for code, (value, hexed) in enumerate(zip(fmt.values().tolist(), hexes, strict=True)):
+        split, rest = [], f"{code:0{fmt.bits}b}"
+        for width in widths:
+            split.append(rest[:width])
+            rest = rest[width:]
+        yield (
+            f"0x{code:0{digits}x}  {'|'.join(split):<{bits_width}}  {hexed:<{hex_width}}"
+            f"  {_decimal(value)}"
+        )
+
+
+def _hex(value: float) -> str:
+    """``float.hex`` without the mantissa's trailing zeros."""
+    if not isfinite(value):
+        return str(value)
+    mantissa, exponent = value.hex().split("p")
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}p{exponent}"
+
+
+def _decimal(value: float) -> str:
+    """All digits of a value, as many as it takes."""
+    if not isfinite(value):
+        return str(value)
+    exact = Decimal(value)
+    tiny = 0 < abs(value) < 1e-9
+    return format(exact, "E" if tiny else "f")
+
+
+# inspect -----------------------------------------------------------------------------------------
+
+INSPECT_FORMATS = "e4m3,mxfp8_e4m3,mxfp4,nvfp4"
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .npy, .npz, .safetensors or .pt file.")],
+    pattern: Annotated[str, typer.Argument(help="Which tensors, such as '*.weight'.")] = "*",
+    formats: Annotated[
+        str, typer.Option("--formats", "-f", help="Names, separated by commas.")
+    ] = INSPECT_FORMATS,
+    axis: Annotated[int, typer.Option(help="Axis that the blocks lie along.")] = -1,
+) -> None:
+    """Show what formats would do to a file's tensors."""
+    from fpemu.files import tensors
+    from fpemu.formats import get_format
+
+    with _one_line_errors():
+        names = [name.strip() for name in formats.split(",") if name.strip()]
+        for name in names:
+            get_format(name, "inspect")
+        table = _table(str(file), "tensor", "dtype", "shape", "amax", "format")
+        for column in ("underflow", "saturated", "SQNR dB"):
+            table.add_column(column, justify="right")
+        with _spinner() as show:
+            for tensor_name, tensor in tensors(file, pattern):
+                show(tensor_name)
+                _inspect_one(table, tensor_name, tensor, names, axis)
+        if not table.row_count:
+            raise ValueError(f"inspect: no tensor of {str(file)!r} matches {pattern!r}; try '*'.")
+        _print(table)
+
+
+def _inspect_one(table: Table, name: str, tensor: Any, formats: list[str], axis: int) -> None:
+    import fpemu
+
+    x, amax = _measurable(tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    head = (name, dtype, "x".join(map(str, tensor.shape)) or "scalar", amax)
+    if x is None:
+        table.add_row(*head, "-", "-", "-", "-", end_section=True)
+        return
+    for i, fmt in enumerate(formats):
+        measured = fpemu.stats(x, fmt, axis=axis)
+        table.add_row(
+            *(head if i == 0 else ("", "", "", "")),
+            fmt,
+            f"{100 * measured.underflow_share:.3g}%",
+            f"{100 * measured.saturated_share:.3g}%",
+            f"{measured.sqnr_db:.2f}",
+            end_section=i == len(formats) - 1,
+        )
+
+
+def _measurable(tensor: Any) -> tuple[Any, str]:
+    """The tensor as `fpemu.stats` takes it (None for what holds no floats), and its amax."""
+    import numpy as np
+
+    if isinstance(tensor, np.ndarray):
+        if not tensor.size or tensor.dtype.kind not in "fiu":
+            return None, "-"
+        amax = max(abs(float(tensor.min())), abs(float(tensor.max())))
+        floats = tensor.dtype.kind == "f" and tensor.dtype.itemsize <= 8
+        return tensor if floats else None, f"{amax:.6g}"
+    import torch
+
+    packed = "float4" in str(tensor.dtype)  # bytes that hold two codes: no values to measure
+    if not tensor.numel() or tensor.is_complex() or packed:
+        return None, "-"
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.float()  # FP8 and E8M0: exact
+    low, high = torch.aminmax(tensor)
+    amax = max(abs(low.item()), abs(high.item()))
+    return tensor if tensor.is_floating_point() else None, f"{amax:.6g}"
+
+
+# verify ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def verify(
+    pattern: Annotated[str, typer.Argument(help="Which formats, such as 'nvfp4*'.")] = "*",
+    values: Annotated[int, typer.Option(min=64, help="Values per format.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Seed of the random values.")] = 0,
+) -> None:
+    """Check this machine's software against exact arithmetic.
+
+    Casts hard values (ties and their neighbours, subnormals, specials, random bits) by every
+    rounding with the numba and torch backends, and counts the results whose bits are not the
+    oracle's, which computes with rationals. Conversions in hardware are not part of it. Exit code
+    1 where a bit differs.
+    """
+    from fpemu.selfcheck import BACKENDS, check
+
+    with _one_line_errors():
+        title = "Results that differ in any bit"
+        table = _table(title, "format")
+        for column in ("compared", *BACKENDS):
+            table.add_column(column, justify="right")
+        missing: dict[str, str] = {}
+        wrong = 0
+        with _spinner() as show:
+            for result in check(pattern, values, seed):
+                show(result.name)
+                missing |= result.missing
+                wrong += sum(result.differing.values())
+                counts = (result.differing.get(backend) for backend in BACKENDS)
+                table.add_row(
+                    result.name,
+                    f"{result.compared:,}",
+                    *("-" if n is None else f"[red]{n:,}[/]" if n else "0" for n in counts),
+                )
+        _print(table)
+    for backend, why in missing.items():
+        typer.echo(f"{backend}: not checked: {why}")
+    if wrong:
+        typer.echo(f"FAILED: {wrong:,} results differ on this machine; please report it.")
+        raise typer.Exit(1)
+    typer.echo("The software computes the same bits as exact arithmetic. No hardware was involved.")
+
+
+# Printing ----------------------------------------------------------------------------------------
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_edge, table.pad_edge, table.padding = False, False, (0, 1, 0, 0)
+    for i, column in enumerate(columns):
+        # A name that does not fit is folded, never cut: it must be possible to copy it.
+        table.add_column(column, no_wrap=False, overflow="fold", style="cyan" if i == 0 else None)
+    return table
+
+
+def _print(*tables: Table) -> None:
+    """To the terminal's width; into a pipe or file as wide as the tables are."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(80, *(_width(console, t) for t in tables)))
+    for i, table in enumerate(tables):
+        if i:
+            console.print()
+        console.print(table)
+
+
+def _width(console: Any, table: Table) -> int:
+    from rich.measure import Measurement
+
+    wide = console.options.update(width=10_000)
+    return Measurement.get(console, wide, table).maximum
+
+
+@contextmanager
+def _spinner() -> Iterator[Callable[[str], None]]:
+    """What is being worked on, on stderr, where that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what: None
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def _write_lines(lines: Iterator[str]) -> None:
+    for line in lines:
+        sys.stdout.write(line + "\n")

@@ -1,0 +1,131 @@
+"""Random bit patterns, ties and their neighbours, integers and stochastic words, in bulk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+from helpers import (
+    BLOCKS, DETERMINISTIC, ELEMENTS, FAST, OVERFLOWS, assert_same_bits, assert_same_parts,
+    block_data, decoded, give, patterns, ties,
+)  # fmt: skip
+
+import fpemu
+
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+def _data(name: str, dtype: str) -> np.ndarray:
+    near = ties(name if name not in ("fp32", "tf32") else "bf16", dtype)
+    x = np.concatenate([patterns(dtype, 1 << 14, 11), near])
+    return x[~np.isnan(x)] if name == "int8" else x
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_floats(name: str, dtype: str, backend: str) -> None:
+    fmt, x = fpemu.get_format(name), _data(name, dtype)
+    with np.errstate(invalid="ignore"):
+        exact = x.astype(np.float64)
+    given = give(backend, x)
+    for rounding in DETERMINISTIC:
+        for overflow in OVERFLOWS:
+            options = {"rounding": rounding, "overflow": overflow, "backend": backend}
+            want = reference.cast(exact, fmt, rounding, overflow)
+            note = f"{name} {rounding} {overflow}"
+            assert_same_bits(fpemu.encode(given, name, **options).codes, want, x, note)
+            got = fpemu.quantize(given, name, **options)
+            assert_same_bits(got, decoded(fmt, want, dtype), x, note)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_stochastic(name: str, backend: str) -> None:
+    fmt = fpemu.get_format(name)
+    for dtype in ("float16", "float32", "float64"):
+        x = _data(name, dtype)
+        with np.errstate(invalid="ignore"):
+            exact = x.astype(np.float64)
+        words = patterns(np.uint32, len(x), 12)
+        words[::5] = np.where(words[::5] & 1, 0xFFFFFFFF, 0)
+        for nbits in (32, 31, 8, 1):
+            for overflow in OVERFLOWS:
+                want = reference.cast(exact, fmt, "sr", overflow, words, nbits)
+                options = {"random_bits": give(backend, words), "sr_bits": nbits}
+                options |= {"rounding": "sr", "overflow": overflow, "backend": backend}
+                note = f"{name} {dtype} sr_bits={nbits} {overflow}"
+                given = give(backend, x)
+                assert_same_bits(fpemu.encode(given, name, **options).codes, want, x, note)
+                got = fpemu.quantize(given, name, **options)
+                assert_same_bits(got, decoded(fmt, want, dtype), x, note)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_integers(name: str, dtype: str, backend: str) -> None:
+    """Up to 2**53 here; larger integers meet the oracle in `tests/backends`."""
+    info = np.iinfo(dtype)
+    low, high = max(info.min, -(2**53)), min(info.max, 2**53)
+    rng = np.random.default_rng(13)
+    x = rng.integers(low, high, 2000, dtype, endpoint=True)
+    small = np.clip(rng.integers(-600, 600, 1000), low, high).astype(dtype)
+    x = np.concatenate([x, small, x >> rng.integers(0, info.bits, 2000).astype(dtype)])
+    fmt, given = fpemu.get_format(name), give(backend, x)
+    for rounding in DETERMINISTIC:
+        for overflow in OVERFLOWS:
+            options = {"rounding": rounding, "overflow": overflow, "backend": backend}
+            want = reference.cast(x.astype(np.float64), fmt, rounding, overflow)
+            note = f"{name} {rounding} {overflow}"
+            assert_same_bits(fpemu.encode(given, name, **options).codes, want, x, note)
+            got = fpemu.quantize(given, name, **options)
+            assert_same_bits(got, decoded(fmt, want, np.float32), x, note)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name: str, backend: str) -> None:
+    fmt = fpemu.get_format(name)
+    for seed, (rows, cols) in enumerate([(400, 130), (33, 1000), (5000, 16), (64, 512)]):
+        x = block_data(rows, cols, seed, special="tensor" not in name)
+        given = give(backend, x)
+        for rounding in ("rne", "rtn", "rto"):
+            want = reference.encode(x, fmt, rounding)
+            got = fpemu.encode(given, name, rounding=rounding, backend=backend)
+            assert_same_parts(got, want, x, f"{name} {rounding}")
+            values = fpemu.quantize(given, name, rounding=rounding, backend=backend)
+            decoded_values = reference.decode(want, fmt)
+            assert_same_bits(values, decoded_values, x, f"{name} {rounding} quantize")
+            assert_same_bits(fpemu.decode(got), decoded_values, x, f"{name} {rounding} decode")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_many_floats(name: str, dtype: str, backend: str) -> None:
+    """Tens of millions of patterns, rounding to nearest."""
+    fmt = fpemu.get_format(name)
+    for seed in range(16):
+        x = patterns(dtype, 1 << 20, 100 + seed)
+        x = x[~np.isnan(x)] if name == "int8" else x
+        with np.errstate(invalid="ignore"):
+            want = reference.cast(x.astype(np.float64), fmt, "rne", fmt.overflow)
+        given = give(backend, x)
+        assert_same_bits(fpemu.encode(given, name, backend=backend).codes, want, x)
+        got = fpemu.quantize(given, name, backend=backend)
+        assert_same_bits(got, decoded(fmt, want, dtype), x)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_many_blocks(name: str, backend: str) -> None:
+    fmt = fpemu.get_format(name)
+    for seed in range(40):
+        x = block_data(2048, 256, 200 + seed, special="tensor" not in name)
+        want = reference.encode(x, fmt)
+        assert_same_parts(fpemu.encode(give(backend, x), name, backend=backend), want, x)
+        values = fpemu.quantize(give(backend, x), name, backend=backend)
+        assert_same_bits(values, reference.decode(want, fmt), x)
