@@ -461,6 +461,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),  # processes running in the last minute
         "python": platform.python_version(),
         "fpemu": fpemu.__version__,
         **packages,
@@ -492,9 +493,12 @@ def main() -> None:
 
     record: dict[str, Any] = {"machine": machine(), "arguments": sys.argv[1:]}
     about = record["machine"]
-    console.print(
-        f"{about['cpu']}, {about['cores']} cores; numpy {about['numpy']}, numba {about['numba']}\n"
-    )
+    console.print(f"{about['cpu']}, {about['cores']} cores, load {about['load']}")
+    if about["load"] > 0.5:
+        console.print(
+            "Others are computing here: np.copyto needs one core, fpemu all; wait for quiet."
+        )
+    console.print()
     for name in args.sections or SECTIONS:
         record[name] = SECTIONS[name](args)
     if args.json:

@@ -247,7 +247,9 @@ def read_record(path: Path) -> dict[str, Any]:
             f" python experiments/{path.stem}.py"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"read_record: {path} is not JSON ({error}); run the experiment again.") from None
+        raise ValueError(
+            f"read_record: {path} is not JSON ({error}); run the experiment again."
+        ) from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise ValueError(
             f"read_record: {path} is not a record of schema {SCHEMA}; run the experiment again."
@@ -303,9 +305,12 @@ def progress(title: str, total: int) -> Iterator[Any]:
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total, note="")
+        shown = ""
 
         def advance(amount: float = 1, note: str | None = None) -> None:
-            bar.update(task, advance=amount, **({} if note is None else {"note": note}))
+            nonlocal shown
+            shown = shown if note is None else note
+            bar.update(task, advance=amount, note=shown)
 
         yield advance
 

@@ -192,7 +192,9 @@ def rate_at(step: int, plan: Training) -> float:
     if step < plan.warmup:
         return plan.rate * (step + 1) / plan.warmup
     done = (step - plan.warmup) / max(1, plan.steps - plan.warmup)
-    return plan.rate * (plan.final_rate + (1 - plan.final_rate) * (1 + math.cos(math.pi * done)) / 2)
+    return plan.rate * (
+        plan.final_rate + (1 - plan.final_rate) * (1 + math.cos(math.pi * done)) / 2
+    )
 
 
 def optimizer(model: GPT, plan: Training) -> torch.optim.AdamW:

@@ -17,6 +17,7 @@ record (JSON) in results/, figures in figures/ (drawn again by figures/underflow
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import statistics
 import sys
@@ -25,9 +26,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+# Run from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments import harness, model  # before torch: sets how its threads wait
+
+# isort: split
 
 import numpy as np
 import torch
@@ -83,6 +87,9 @@ DISTANCES = (0, 128, 32, 16)
 FARTHEST = 64
 
 
+COUNTS = ("size", "zeros", "underflow", "subnormal", "saturated", "nan", "inf")
+
+
 @dataclass
 class Tally:
     """One format on the tensors of one kind: pooled counts, and every tensor's own numbers."""
@@ -117,9 +124,6 @@ class Tally:
         }
 
 
-COUNTS = ("size", "zeros", "underflow", "subnormal", "saturated", "nan", "inf")
-
-
 def ratio(part: float, whole: float) -> float:
     return float(part) / float(whole) if whole else 0.0
 
@@ -150,6 +154,7 @@ class Study:
     tallies: dict[tuple[int, str, str], Tally] = field(default_factory=dict)
     scaled: dict[tuple[int, str, int], Tally] = field(default_factory=dict)
     exponents: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
+    zeros: dict[tuple[int, str], int] = field(default_factory=dict)
     distances: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     rounded: dict[tuple[int, str], list[Drawn]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -158,13 +163,16 @@ class Study:
     def add(self, step: int, kind: str, name: str, x: np.ndarray, deep: bool) -> None:
         """Measure one tensor; `deep` adds part (d), which casts it a hundred times more."""
         for fmt in self.formats:
-            if x.ndim < 2 and "/2d" in fmt:
+            if x.ndim < 2 and getattr(fpemu.get_format(fmt), "is_2d", False):
                 self.skipped.append(f"{name}: {fmt} needs two axes, got shape {list(x.shape)}")
                 continue
             tally = self.tallies.setdefault((step, kind, fmt), Tally())
             tally.add(name, fpemu.stats(x, fmt))
-        histogram = self.exponents.setdefault((step, kind), np.zeros(HIGHEST - LOWEST + 1, np.int64))
+        histogram = self.exponents.setdefault(
+            (step, kind), np.zeros(HIGHEST - LOWEST + 1, np.int64)
+        )
         histogram += exponent_counts(x)
+        self.zeros[step, kind] = self.zeros.get((step, kind), 0) + np.count_nonzero(x == 0)
         if kind in GRADIENTS:
             for block in DISTANCES:
                 counts = self.distances.setdefault((step, block), np.zeros(FARTHEST + 1, np.int64))
@@ -203,7 +211,9 @@ class Study:
         for (step, kind, fmt), tally in self.tallies.items():
             tables["by_format"].append({"step": step, "kind": kind, "format": fmt, **tally.row()})
         for (step, fmt, k), tally in self.scaled.items():
-            tables["loss_scale"].append({"step": step, "format": fmt, "log2_scale": k, **tally.row()})
+            tables["loss_scale"].append(
+                {"step": step, "format": fmt, "log2_scale": k, **tally.row()}
+            )
         last = max((step for step, _, _ in self.tallies), default=0)
         layers = self.layers if len(self.layers) <= MOST_LAYERS else ()
         for (step, kind, fmt), tally in self.tallies.items():
@@ -217,7 +227,7 @@ class Study:
             {
                 "step": step,
                 "kind": kind,
-                "zeros": int(self.tallies[step, kind, self.formats[0]].counts["zeros"]),
+                "zeros": self.zeros[step, kind],
                 "lowest": LOWEST,
                 "counts": counts.tolist(),
             }
@@ -232,8 +242,10 @@ class Study:
             "layers": list(layers),
             "histograms": histograms,
             "below_maximum": below,
-            "skipped": self.skipped,
-            "formats": {f: ranges(f) for f in dict.fromkeys((*self.formats, *LOSS_SCALED, *ROUNDED))},
+            "skipped": self.skipped[:MOST_LAYERS],
+            "formats": {
+                f: ranges(f) for f in dict.fromkeys((*self.formats, *LOSS_SCALED, *ROUNDED))
+            },
             "definitions": DEFINITIONS,
             "axes": {kind: KINDS[kind] for _, kind in dict.fromkeys(self.exponents)},
         }
@@ -246,23 +258,26 @@ MOST_LAYERS = 64
 def ranges(name: str) -> dict[str, Any]:
     """What a figure must know about a format: its element's range and what shares a scale."""
     row = fpemu.get_format(name)
-    element = getattr(row, "element", row)
-    scaled = element is not row
+    if isinstance(row, fpemu.BlockFormat):
+        element = row.element
+        shared = "tensor" if row.block is None else "x".join(str(size) for size in row.block)
+    else:
+        element, shared = row, "unscaled"
     return {
         "element": element.name,
-        "block": "element" if not scaled else list(row.block) if row.block else "tensor",
+        "shared": shared,
         "max": element.max,
         "min_normal": element.min_normal,
         "min_subnormal": element.min_subnormal,
-        "emax": element.emax,
     }
 
 
 def times_power_of_two(x: np.ndarray, k: int) -> np.ndarray:
     """``x * 2**k``, exact; in float64 where float32 would overflow."""
-    if x.dtype == np.float32 and np.abs(x).max() >= 2.0 ** (127 - k):
+    if x.dtype == np.float32 and np.fmax.reduce(np.abs(x), axis=None) >= 2.0 ** (127 - k):
         x = x.astype(np.float64)
-    return x * x.dtype.type(2.0**k)
+    with np.errstate(over="ignore"):  # a float64 beyond 2**1000 becomes infinity, and counts as one
+        return x * x.dtype.type(2.0**k)
 
 
 # Histograms --------------------------------------------------------------------------------------
@@ -390,8 +405,8 @@ def rounding_row(drawn: Sequence[Drawn]) -> dict[str, Any]:
         row[f"{key}_sr_se"] = None if values is None else standard_error(values[1:])
     for way, chosen in (("rne", slice(0, 1)), ("sr", slice(1, None))):
         biases = {d.name: d.product[chosen].mean() / d.energy - 1 for d in drawn if d.energy}
-        worst = max(biases, key=lambda name: abs(biases[name]), default=None)
-        row[f"worst_{way}"], row[f"worst_{way}_layer"] = biases.get(worst), worst
+        worst = max(biases, key=lambda name: abs(biases[name]), default="")
+        row[f"worst_{way}"], row[f"worst_{way}_layer"] = biases.get(worst), worst or None
     return row
 
 
@@ -436,7 +451,9 @@ def watch(gpt: model.GPT, add: Callable[[str, str, Tensor], None]) -> Callable[[
     handles = []
     for name, linear in gpt.linears().items():
 
-        def forward(layer: nn.Linear, inputs: tuple[Tensor, ...], _: Tensor, name: str = name) -> None:
+        def forward(
+            layer: nn.Linear, inputs: tuple[Tensor, ...], _: Tensor, name: str = name
+        ) -> None:
             add("weight", name, layer.weight)
             add("activation", name, inputs[0].flatten(0, -2))
 
@@ -460,7 +477,9 @@ def watch(gpt: model.GPT, add: Callable[[str, str, Tensor], None]) -> Callable[[
     return stop
 
 
-def study_training(budget: Budget, formats: tuple[str, ...], seed: int, device: str) -> dict[str, Any]:
+def study_training(
+    budget: Budget, formats: tuple[str, ...], seed: int, device: str
+) -> dict[str, Any]:
     """Train, capture, measure."""
     text = model.corpus()
     plan = budget.training
@@ -476,7 +495,9 @@ def study_training(budget: Budget, formats: tuple[str, ...], seed: int, device: 
             if step in steps:
                 study.layers = tuple(gpt.linears())
                 deep = step == steps[-1]
-                stop.append(watch(gpt, lambda kind, name, x: study.add(step, kind, name, widened(x), deep)))
+                stop.append(
+                    watch(gpt, lambda kind, name, x: study.add(step, kind, name, widened(x), deep))
+                )
 
         def after(step: int, loss: float) -> None:
             if stop:
@@ -486,7 +507,11 @@ def study_training(budget: Budget, formats: tuple[str, ...], seed: int, device: 
         gpt, losses = model.train(budget.shape, plan, text, seed, device, before, after)
     return {
         "parameters": sum(p.numel() for p in gpt.parameters()),
-        "text": {"name": text.name, "bytes": len(text.train) + len(text.held_out), "sha256": text.sha256},
+        "text": {
+            "name": text.name,
+            "bytes": len(text.train) + len(text.held_out),
+            "sha256": text.sha256,
+        },
         "train_loss": losses,
         "held_out_loss": model.held_out_loss(gpt, text.held_out, device, plan.batch),
         **study.metrics(),
@@ -501,7 +526,9 @@ def is_float(x: Any) -> bool:
     if isinstance(x, np.ndarray):
         return x.dtype.kind == "f" and x.dtype.itemsize <= 8 and x.size > 0
     pairs = getattr(torch, "float4_e2m1fn_x2", None)
-    return x.is_floating_point() and x.layout == torch.strided and x.numel() > 0 and x.dtype != pairs
+    return (
+        x.is_floating_point() and x.layout == torch.strided and x.numel() > 0 and x.dtype != pairs
+    )
 
 
 def widened(x: Any) -> np.ndarray:
@@ -535,6 +562,14 @@ def float_names(path: Path) -> list[str]:
     return found
 
 
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def study_file(
     path: Path, names: list[str], formats: tuple[str, ...], seed: int, draws: int
 ) -> dict[str, Any]:
@@ -545,6 +580,11 @@ def study_file(
         for name, x in files.tensors(path):
             if is_float(x):
                 study.add(0, "tensor", name, widened(x), deep=True)
+    if not study.tallies:
+        raise ValueError(
+            f"--formats {','.join(formats)}: no tensor of {path.name} fits, {study.skipped[0]}."
+            " Name a format with 1D blocks too, for example nvfp4."
+        )
     return study.metrics()
 
 
@@ -593,6 +633,9 @@ def show(metrics: dict[str, Any], out: Any) -> None:
     out.print(harness.table(f"All {what}; in brackets the worst{when}", columns, body))
     show_loss_scales([r for r in metrics["loss_scale"] if r["step"] == last], what, when, out)
     show_roundings([r for r in metrics["rounding"] if r["step"] == last], when, out)
+    first = cell[kind, formats[0]]
+    if first["nan"] or first["inf"]:
+        out.print(f"The {what} hold {first['nan']} NaN and {first['inf']} infinite values.")
     for line in metrics["skipped"][:5]:
         out.print(f"skipped {line}")
     out.print(verdict(cell, kind, formats))
@@ -609,7 +652,9 @@ def show_loss_scales(rows: list[dict[str, Any]], what: str, when: str, out: Any)
         body.append(line)
     columns = ["scale", *(c for fmt in LOSS_SCALED for c in (f"{fmt}: zero %", "over"))]
     out.print(harness.table(f"Loss scale for unscaled formats, {what}{when}", columns, body))
-    out.print("over: beyond the largest finite value, % (FP16: infinity, the step is lost)\n", style="dim")
+    out.print(
+        "over: beyond the largest finite value, % (FP16: infinity, the step is lost)\n", style="dim"
+    )
 
 
 def show_roundings(rows: list[dict[str, Any]], when: str, out: Any) -> None:
@@ -630,9 +675,9 @@ def show_roundings(rows: list[dict[str, Any]], when: str, out: Any) -> None:
     columns = ["format", "flushed %", "SR keeps %", "bias RNE %", "bias SR %"]
     out.print(harness.table(f"Rounding to nearest (RNE), stochastic (SR){when}", columns, body))
     out.print(
-        "flushed: part of sum |x| that RNE sends to zero. SR keeps: of that part, on average,\n"
-        "under SR. bias: of the projection on x, sum (q-x)x / sum x^2. ±: one standard error\n"
-        f"over {rows[0]['draws']} draws.\n",
+        "flushed: part of sum |x| that RNE sends to zero. SR keeps: of that part, on\n"
+        "average. bias: of the projection on x, sum (q-x)x / sum x^2.\n"
+        f"±: one standard error over {rows[0]['draws']} draws.\n",
         style="dim",
     )
 
@@ -680,7 +725,10 @@ def format_list(text: str) -> tuple[str, ...]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.arguments(__doc__ or "", EXAMPLES)
     parser.add_argument(
-        "--tensor", type=Path, metavar="FILE", help="study the float tensors of a .npy, .npz, .safetensors or .pt file"
+        "--tensor",
+        type=Path,
+        metavar="FILE",
+        help="study the float tensors of a .npy, .npz, .safetensors or .pt file",
     )
     parser.add_argument(
         "--formats",
@@ -691,7 +739,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = harness.parse(parser, argv)
     if args.tensor is not None and args.device != "cpu":
-        parser.error("--device is for training; --tensor FILE is measured on the CPU. Leave it out.")
+        parser.error(
+            "--device is for training; --tensor FILE is measured on the CPU. Leave it out."
+        )
     return args
 
 
@@ -713,11 +763,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"underflow: {error}", file=sys.stderr)
             return 2
         name = f"{NAME}_tensor"
-        point |= {"file": args.tensor.name, "tensors": len(names)}
+        point |= {
+            "file": args.tensor.name,
+            "sha256": sha256(args.tensor),
+            "tensors": len(names),
+        }
     else:
         name = NAME
         steps = capture_steps(budget.training.steps, budget.captures)
-        point |= {"model": asdict(budget.shape), "training": asdict(budget.training), "steps": steps}
+        point |= {
+            "model": asdict(budget.shape),
+            "training": asdict(budget.training),
+            "steps": steps,
+        }
     path = harness.record_path(args, name)
     with harness.recording(path, NAME, point, args.argv, args.device) as metrics:
         if args.tensor is not None:

@@ -75,7 +75,7 @@ def colour(name: str) -> str:
 def new(rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
     """`matplotlib.pyplot.subplots` in our style, whatever the user's own settings are."""
     matplotlib.rcdefaults()
-    matplotlib.rcParams.update(SETTINGS)
+    matplotlib.rcParams.update(SETTINGS)  # type: ignore[arg-type]
     options.setdefault("layout", "constrained")
     return plt.subplots(rows, columns, **options)
 
@@ -123,7 +123,9 @@ def percent_axis(axes: Axes, which: str, lowest: float, every: int = 1) -> None:
     axis = getattr(axes, f"{which}axis")
     axis.set_ticks([zero_place(lowest), *decades])
     shown = [i % every == 0 for i in range(len(decades))][::-1]
-    axis.set_ticklabels(["0", *(f"{d:g}" if s else "" for d, s in zip(decades, shown, strict=True))])
+    axis.set_ticklabels(
+        ["0", *(f"{d:g}" if s else "" for d, s in zip(decades, shown, strict=True))]
+    )
     getattr(axes, f"set_{which}lim")(zero_place(lowest) / 1.7, highest * 1.6)
 
 
@@ -157,20 +159,32 @@ def label_lines(axes: Axes, x: float, labels: Sequence[tuple[float, str, str]], 
     labels : sequence of (y, text, colour)
     """
     to_points = 72 / axes.figure.dpi
-    transform = axes.transData
-    placed: list[tuple[float, str, str, float]] = []
-    for y, text, shade in sorted(labels):
-        height = transform.transform((x, y))[1] * to_points
-        if placed:
-            height = max(height, placed[-1][3] + gap)
-        placed.append((y, text, shade, height))
-    shift = 0.0
-    if len(placed) > 1:  # centre what was pushed up
-        wanted = [transform.transform((x, y))[1] * to_points for y, *_ in placed]
-        shift = float(np.mean([w - p[3] for w, p in zip(wanted, placed, strict=True)]))
-    for y, text, shade, height in placed:
-        offset = height + shift - transform.transform((x, y))[1] * to_points
-        axes.annotate(
-            text, (x, y), xytext=(4, offset), textcoords="offset points",
-            color=shade, va="center", annotation_clip=False, fontsize=7,
-        )  # fmt: skip
+    wanted = sorted(
+        (axes.transData.transform((x, y))[1] * to_points, y, *rest) for y, *rest in labels
+    )
+    # Neighbours that would touch form a group, spaced evenly around the middle of their places.
+    groups: list[list[int]] = []
+    for i in range(len(wanted)):
+        groups.append([i])
+        while (
+            len(groups) > 1
+            and lowest_of(groups[-1], wanted, gap) < highest_of(groups[-2], wanted, gap) + gap
+        ):
+            last = groups.pop()
+            groups[-1] += last
+    for group in groups:
+        bottom = lowest_of(group, wanted, gap)
+        for k, i in enumerate(group):
+            height, y, text, shade = wanted[i]
+            axes.annotate(
+                text, (x, y), xytext=(4, bottom + k * gap - height), textcoords="offset points",
+                color=shade, va="center", annotation_clip=False, fontsize=7,
+            )  # fmt: skip
+
+
+def lowest_of(group: list[int], wanted: list[Any], gap: float) -> float:
+    return sum(wanted[i][0] for i in group) / len(group) - gap * (len(group) - 1) / 2
+
+
+def highest_of(group: list[int], wanted: list[Any], gap: float) -> float:
+    return lowest_of(group, wanted, gap) + gap * (len(group) - 1)

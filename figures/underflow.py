@@ -51,7 +51,11 @@ def kinds_of(metrics: dict[str, Any]) -> list[str]:
 
 def when(record: dict[str, Any], step: int) -> str:
     """The step for a title; nothing where there was no training."""
-    return f", step {step + 1} of {record['point']['training']['steps']}" if "training" in record["point"] else ""
+    return (
+        f", step {step + 1} of {record['point']['training']['steps']}"
+        if "training" in record["point"]
+        else ""
+    )
 
 
 # (a) Loss scales ---------------------------------------------------------------------------------
@@ -111,6 +115,7 @@ def formats(record: dict[str, Any]) -> Figure:
     rows = [row for row in rows if row["step"] == step]
     names = list(dict.fromkeys(row["format"] for row in rows))
     kinds = kinds_of(metrics)
+    table = metrics["formats"]
     cell = {(row["kind"], row["format"]): row for row in rows}
     height = 0.9 + 2 * (0.145 * len(names) + 0.25)
     width = style.DOUBLE if len(kinds) > 1 else style.SINGLE * 1.2
@@ -135,7 +140,9 @@ def formats(record: dict[str, Any]) -> Figure:
             if row["sqnr_db_median"] is not None:
                 low = row["sqnr_db_worst"]
                 low = row["sqnr_db_median"] if low is None else low
-                quality.plot([low, row["sqnr_db_median"]], [place, place], color=shade, linewidth=1.2)
+                quality.plot(
+                    [low, row["sqnr_db_median"]], [place, place], color=shade, linewidth=1.2
+                )
                 quality.plot(low, place, marker="|", color=shade, markersize=6, markeredgewidth=1.2)
                 quality.plot(row["sqnr_db_median"], place, marker="o", color=shade)
         style.percent_axis(flush, "x", lowest, every=2)
@@ -144,43 +151,40 @@ def formats(record: dict[str, Any]) -> Figure:
         for axes in (flush, quality):
             axes.set_ylim(-0.6, len(names) - 0.4)
             axes.grid(axis="y", visible=False)
-            for edge in granularity_edges(metrics["formats"], names):
+            for edge in granularity_edges(table, names):
                 axes.axhline(len(names) - 0.5 - edge, color="#9a9a9a", linewidth=0.5, linestyle=":")
     for axes in panels[:, 0]:
-        axes.set_yticks(places, [scale_label(name, metrics["formats"][name]) for name in names])
+        axes.set_yticks(places, [f"{name} ({table[name]['shared']})" for name in names])
     for axes in panels[0]:
         axes.set_xlabel("become zero, %")
     for axes in panels[1]:
         axes.set_xlabel("SQNR, dB")
     figure.suptitle(
         "Dot: all layers together (SQNR: the median layer). Bar: the worst layer.\n"
-        f"In brackets: how many values share a scale{when(record, step)}.",
+        f"In brackets: how many values share a scale. {when(record, step)[2:].capitalize()}",
         x=0.01, ha="left", fontsize=7.5,
     )  # fmt: skip
     return figure
 
 
-def granularity(row: dict[str, Any]) -> str:
-    block = row["block"]
-    if block == "element":
-        return "unscaled"
-    return block if isinstance(block, str) else "x".join(str(b) for b in block)
-
-
 def granularity_edges(table: dict[str, Any], names: list[str]) -> list[int]:
     """Where the list of formats passes from one block size to another."""
-    sizes = [granularity(table[name]) for name in names]
+    sizes = [table[name]["shared"] for name in names]
     return [i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]]
-
-
-def scale_label(name: str, row: dict[str, Any]) -> str:
-    return f"{name} ({granularity(row)})"
 
 
 # (c) Where the exponents lie ---------------------------------------------------------------------
 
 #: Strips under the histogram: format and log2 of the loss scale.
-STRIPS = (("bf16", 0), ("fp16", 0), ("fp16", 10), ("e5m2", 0), ("e5m2", 16), ("e4m3", 0), ("e4m3", 20))
+STRIPS = (
+    ("bf16", 0),
+    ("fp16", 0),
+    ("fp16", 10),
+    ("e5m2", 0),
+    ("e5m2", 16),
+    ("e4m3", 0),
+    ("e4m3", 20),
+)
 
 
 def histogram(record: dict[str, Any]) -> Figure:
@@ -206,9 +210,18 @@ def histogram(record: dict[str, Any]) -> Figure:
     share = 100 * counts / (counts.sum() + last["zeros"])
     shown = exponents >= left
     share[np.argmax(shown)] += share[~shown].sum()  # the lowest bin takes what lies below
-    bars.bar(exponents[shown] + 0.5, share[shown], width=1, color="#b5b5b5", edgecolor="white", linewidth=0.3)
+    bars.bar(
+        exponents[shown] + 0.5,
+        share[shown],
+        width=1,
+        color="#b5b5b5",
+        edgecolor="white",
+        linewidth=0.3,
+    )
     zeros = 100 * last["zeros"] / (counts.sum() + last["zeros"])
-    bars.bar(zero_at, zeros, width=1.6, color="white", edgecolor="#555555", hatch="xxx", linewidth=0.6)
+    bars.bar(
+        zero_at, zeros, width=1.6, color="white", edgecolor="#555555", hatch="xxx", linewidth=0.6
+    )
     tallest = max(share[shown].max(), 1e-9)
     limit = 1.25 * tallest
     if first is not last:
@@ -223,7 +236,12 @@ def histogram(record: dict[str, Any]) -> Figure:
         limit = max(limit, 1.25 * edge.max())
     bars.set_ylim(0, limit)
     bars.text(
-        zero_at + 1.3, 0.97 * limit, f"{zeros:.0f} % are\nexactly zero", ha="left", va="top", fontsize=7
+        zero_at + 1.3,
+        0.97 * limit,
+        f"{zeros:.0f} % are\nexactly zero",
+        ha="left",
+        va="top",
+        fontsize=7,
     )
     bars.set_ylabel("% of all values")
     bars.set_title(f"Exponents of {TITLES[kind]}{when(record, last['step'])}")
@@ -244,15 +262,36 @@ def draw_strips(axes: Axes, formats: dict[str, Any], zero_at: float, right: floa
     chosen = [(name, k) for name, k in STRIPS if name in formats]
     for place, (name, k) in enumerate(reversed(chosen)):
         row, shade = formats[name], style.colour(name)
-        tiny, normal, top = (np.log2(row[key]) - k for key in ("min_subnormal", "min_normal", "max"))
-        axes.add_patch(
-            Rectangle((tiny, place - 0.32), normal - tiny, 0.64, facecolor="white", edgecolor=shade, hatch="/////", linewidth=0.7)
+        tiny, normal, top = (
+            np.log2(row[key]) - k for key in ("min_subnormal", "min_normal", "max")
         )
-        axes.add_patch(Rectangle((normal, place - 0.32), top - normal, 0.64, facecolor=shade, linewidth=0))
+        axes.add_patch(
+            Rectangle(
+                (tiny, place - 0.32),
+                normal - tiny,
+                0.64,
+                facecolor="white",
+                edgecolor=shade,
+                hatch="/////",
+                linewidth=0.7,
+            )
+        )
+        axes.add_patch(
+            Rectangle((normal, place - 0.32), top - normal, 0.64, facecolor=shade, linewidth=0)
+        )
         dark = name in ("fp16", "e4m3")
         where = (max(normal, zero_at + 1.2) + min(top, right)) / 2
         text = name + (f", S = {style.power_of_two(k)}" if k else "")
-        axes.text(where, place, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "black", clip_on=True)
+        axes.text(
+            where,
+            place,
+            text,
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            color="white" if dark else "black",
+            clip_on=True,
+        )
     axes.set_ylim(-0.6, len(chosen) - 0.4)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -313,11 +352,29 @@ def rounding(record: dict[str, Any]) -> Figure:
         if row["kept_sr"] is not None:
             kept.plot(0, place, "o", color=shade, clip_on=False)
             error = 200 * (row["kept_sr_se"] or 0)
-            kept.errorbar(100 * row["kept_sr"], place, xerr=error, fmt="o", color=shade, markerfacecolor="white", capsize=2, linewidth=1)
+            kept.errorbar(
+                100 * row["kept_sr"],
+                place,
+                xerr=error,
+                fmt="o",
+                color=shade,
+                markerfacecolor="white",
+                capsize=2,
+                linewidth=1,
+            )
         if row["magnitude_bias_rne"] is not None:
             bias.plot(100 * row["magnitude_bias_rne"], place, "o", color=shade)
             error = 200 * (row["magnitude_bias_sr_se"] or 0)
-            bias.errorbar(100 * row["magnitude_bias_sr"], place, xerr=error, fmt="o", color=shade, markerfacecolor="white", capsize=2, linewidth=1)
+            bias.errorbar(
+                100 * row["magnitude_bias_sr"],
+                place,
+                xerr=error,
+                fmt="o",
+                color=shade,
+                markerfacecolor="white",
+                capsize=2,
+                linewidth=1,
+            )
     kept.set_yticks(range(len(rows)), [row["format"] for row in rows])
     kept.axvline(100, color="#555555", linewidth=0.7)
     kept.set_xlim(-6, 130)
@@ -350,7 +407,9 @@ def layers(record: dict[str, Any]) -> Figure:
         figsize=(min(style.DOUBLE, 1.6 + 0.46 * len(rows)), 1.3 + 0.15 * len(names))
     )
     norm = LogNorm(0.01, 100)
-    axes.imshow(np.fmax(values, 1e-9), norm=norm, cmap="Greys", aspect="auto", interpolation="nearest")
+    axes.imshow(
+        np.fmax(values, 1e-9), norm=norm, cmap="Greys", aspect="auto", interpolation="nearest"
+    )
     for i in range(values.shape[0]):
         for j in range(values.shape[1]):
             if np.isnan(values[i, j]):
@@ -358,7 +417,13 @@ def layers(record: dict[str, Any]) -> Figure:
             shade = style.text_on(float(norm(max(values[i, j], 0.01))))
             text = harness.percent(values[i, j] / 100)
             axes.text(j, i, text, ha="center", va="center", fontsize=6, color=shade)
-    axes.set_xticks(range(len(rows)), [row["format"] for row in rows], rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_xticks(
+        range(len(rows)),
+        [row["format"] for row in rows],
+        rotation=40,
+        ha="right",
+        rotation_mode="anchor",
+    )
     axes.set_yticks(range(len(names)), names)
     axes.grid(visible=False)
     axes.tick_params(length=0)
@@ -382,7 +447,8 @@ def training(record: dict[str, Any]) -> Figure:
     )
     steps = sorted({row["step"] for row in rows})
     share = {
-        (row["format"], row["step"]): (100 * row["underflow_share"], 100 * row["worst_share"]) for row in rows
+        (row["format"], row["step"]): (100 * row["underflow_share"], 100 * row["worst_share"])
+        for row in rows
     }
     lowest = style.decade_below([share[f, s][0] for f in chosen for s in steps], 1e-4)
     x = [s + 1 for s in steps]
@@ -401,7 +467,8 @@ def training(record: dict[str, Any]) -> Figure:
     bottom.set_xticks([t for t in bottom.get_xticks() if 0 <= t <= len(loss)])
     figure.draw_without_rendering()
     ends = [
-        (float(style.on_log([share[f, steps[-1]][0]], lowest)[0]), f, style.colour(f)) for f in chosen
+        (float(style.on_log([share[f, steps[-1]][0]], lowest)[0]), f, style.colour(f))
+        for f in chosen
     ]
     style.label_lines(top, x[-1], ends, gap=8.5)
     return figure
@@ -439,10 +506,21 @@ def draw(path: Path, out: Path) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = ROOT / "results" / "underflow.json"
-    parser.add_argument("record", nargs="?", type=Path, default=default, metavar="RECORD", help="default: results/underflow.json")
-    parser.add_argument("--out", type=Path, default=ROOT / "figures", metavar="DIR", help="default: figures/")
+    parser.add_argument(
+        "record",
+        nargs="?",
+        type=Path,
+        default=default,
+        metavar="RECORD",
+        help="default: results/underflow.json",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "figures", metavar="DIR", help="default: figures/"
+    )
     args = parser.parse_args()
     try:
         written = draw(args.record, args.out)

@@ -1,8 +1,8 @@
 """fpemu: the exact bits of low-precision training and inference, on any machine.
 
 >>> import numpy as np, fpemu
->>> fpemu.quantize(np.float32([0.1, 1.0, 2.6, 6.0]), fmt="nvfp4")
-array([0., 1., 3., 6.], dtype=float32)
+>>> fpemu.quantize(np.float32([0.1, 1.0, 2.6, 5.25]), fmt="nvfp4")
+array([0.   , 0.875, 2.625, 5.25 ], dtype=float32)
 """
 
 from __future__ import annotations

@@ -174,11 +174,8 @@ class Encoded:
         element = element_format(self.format)
         codes = native(self.pack() if element.bits <= 4 else self.codes, element)
         scales = tensor_scale = None
-        if self.scales is not None:
-            scale = self.format.scale  # type: ignore[union-attr]
-            scales = native(self.scales, scale) if scales_dtype(self.format) == np.uint8 else (  # type: ignore[arg-type]
-                self.scales if _is_torch(self.scales) else torch.from_numpy(self.scales)
-            )
+        if isinstance(self.format, BlockFormat) and self.format.scale is not None:
+            scales = native(self.scales, self.format.scale)
         if self.tensor_scale is not None:
             tensor_scale = torch.as_tensor(self.tensor_scale)
         return TorchParts(codes, scales, tensor_scale)
@@ -260,14 +257,15 @@ class Encoded:
         want = scales_shape(fmt, shape, axis) if block else None  # type: ignore[arg-type]
         scales = tensors.get("scales")
         if (want is None) != (scales is None) or (
-            scales is not None
-            and (scales.shape != want or scales.dtype != scales_dtype(fmt))  # type: ignore[arg-type]
+            scales is not None and (scales.shape != want or scales.dtype != scales_dtype(fmt))  # type: ignore[arg-type]
         ):
             got = None if scales is None else (scales.shape, str(scales.dtype))
             raise broken(f"has tensor 'scales' {got}, but the format needs shape {want}")
         tensor_scale = tensors.get("tensor_scale")
         needs = block and fmt.tensor_scaled  # type: ignore[union-attr]
-        fits = tensor_scale is not None and tensor_scale.dtype == np.float32 and not tensor_scale.shape
+        fits = (
+            tensor_scale is not None and tensor_scale.dtype == np.float32 and not tensor_scale.shape
+        )
         if needs != fits or (not needs and tensor_scale is not None):
             raise broken("has a wrong or missing tensor 'tensor_scale'")
         if container == "torch":
@@ -276,8 +274,9 @@ class Encoded:
             found = getattr(torch, dtype.removeprefix("torch."), None)
             if not isinstance(found, torch.dtype):
                 raise broken(f"has dtype {dtype!r}")
-            parts = [None if p is None else torch.from_numpy(p) for p in (codes, scales, tensor_scale)]
-            return cls(*parts, fmt, axis, found)
+            host = (codes, scales, tensor_scale)
+            tensors_ = Parts(*(None if p is None else torch.from_numpy(p) for p in host))
+            return cls(tensors_.codes, tensors_.scales, tensors_.tensor_scale, fmt, axis, found)
         try:
             kind = _numpy_named(dtype)
         except TypeError as error:

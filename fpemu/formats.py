@@ -139,7 +139,7 @@ class Format:
         """Exponent of the smallest normal number (of the smallest value where there is no zero)."""
         assert self.bias is not None
         # An integer's values all lie "below the first normal", on one uniform grid.
-        return (1 if self.has_zero else 0) - self.bias
+        return (1 if self.has_zero else 0) - self.bias  # type: ignore[operator]
 
     @property
     def emax(self) -> int:
@@ -218,7 +218,7 @@ class Format:
     @property
     def eps(self) -> float:
         """Distance from 1 to the next larger value of the same precision: ``2**-man_bits``."""
-        return 2.0 ** (1 - self.bias - self.man_bits) if self.is_integer else 2.0**-self.man_bits
+        return self.min_subnormal if self.is_integer else 2.0**-self.man_bits
 
     def values(self) -> np.ndarray:
         """All ``2**bits`` values in code order.
@@ -390,7 +390,9 @@ def _mx_rows() -> list[BlockFormat]:
 _BLOCKS = (
     *_mx_rows(),
     BlockFormat("nvfp4", E2M1, (16,), E4M3, "nvfp4", tensor_scaled=True, source=_NVFP4_SOURCE),
-    BlockFormat("nvfp4/2d", E2M1, (16, 16), E4M3, "nvfp4", tensor_scaled=True, source=_NVFP4_SOURCE),
+    BlockFormat(
+        "nvfp4/2d", E2M1, (16, 16), E4M3, "nvfp4", tensor_scaled=True, source=_NVFP4_SOURCE
+    ),
     BlockFormat("nvfp4/1level", E2M1, (16,), E4M3, "nvfp4_1level", source=_NVFP4_SOURCE),
     BlockFormat("fp8_tensor_e4m3", E4M3, None, None, "fp8", tensor_scaled=True, source=_TE_FP8),
     BlockFormat("fp8_tensor_e5m2", E5M2, None, None, "fp8", tensor_scaled=True, source=_TE_FP8),
@@ -401,7 +403,8 @@ _BLOCKS = (
     BlockFormat("fp8_block_e4m3/2d/fp32", E4M3, (128, 128), FP32, "fp8", source=_TE_FP8),
 )
 
-TABLE: dict[str, Format | BlockFormat] = {row.name: row for row in (*_ELEMENTS, *_BLOCKS)}
+_ROWS: tuple[Format | BlockFormat, ...] = (*_ELEMENTS, *_BLOCKS)
+TABLE: dict[str, Format | BlockFormat] = {row.name: row for row in _ROWS}
 
 # Upper-case constants for every row: formats.NVFP4_2D, formats.MXFP8_E4M3_RCEIL, ...
 globals().update({name.upper().replace("/", "_"): row for name, row in TABLE.items()})

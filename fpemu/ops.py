@@ -110,10 +110,10 @@ def quantize(
     Examples
     --------
     >>> import numpy as np, fpemu
-    >>> fpemu.quantize(np.float32([0.1, 1.0, 2.6, 1000.0]), "e4m3")
-    array([  0.1015625,   1.       ,   2.5      , 448.       ], dtype=float32)
-    >>> fpemu.quantize(np.float32([0.1, 1.0, 2.6, 6.0]), fmt="nvfp4")
-    array([0., 1., 3., 6.], dtype=float32)
+    >>> fpemu.quantize(np.float32([0.1, 1.0, 2.6, 30.0]), "e4m3")
+    array([ 0.1015625,  1.       ,  2.5      , 30.       ], dtype=float32)
+    >>> fpemu.quantize(np.float32([0.1, 1.0, 2.6, 5.25]), fmt="nvfp4")
+    array([0.   , 0.875, 2.625, 5.25 ], dtype=float32)
     """
     torch_ = sys.modules.get("torch")
     if torch_ is not None and isinstance(x, torch_.Tensor):
@@ -127,7 +127,18 @@ def quantize(
     if ste not in ("clip", "full"):
         raise unknown("quantize", "ste", ste, ("clip", "full"))
     request, box = _request(
-        "quantize", x, fmt, rounding, overflow, axis, amax, seed, stream, offset, sr_bits, random_bits
+        "quantize",
+        x,
+        fmt,
+        rounding,
+        overflow,
+        axis,
+        amax,
+        seed,
+        stream,
+        offset,
+        sr_bits,
+        random_bits,
     )
     return box.quantized(request, dtype, out, backend)
 
@@ -430,6 +441,7 @@ class _Box:
     kind: str
     shape: tuple[int, ...]
     dtype: Any
+    on_cpu: bool = True
 
     def quantized(self, request: Request, dtype: Any, out: Any, backend: str | None) -> Any:
         raise NotImplementedError
@@ -437,9 +449,13 @@ class _Box:
     def encoded(self, request: Request, backend: str | None) -> Parts:
         raise NotImplementedError
 
+    def _to_host(self, request: Request) -> Request:
+        """The request on numpy arrays."""
+        return request
+
     def on_host(self, request: Request, backend: str | None) -> tuple[Request, ModuleType]:
         """The request on numpy arrays, and a backend for it."""
-        raise NotImplementedError
+        return self._to_host(request), _host_module(request, backend)
 
     def words(self, random_bits: Any, where: str) -> Any:
         raise NotImplementedError
@@ -491,9 +507,6 @@ class _NumpyBox(_Box):
     def encoded(self, request: Request, backend: str | None) -> Parts:
         return _host_module(request, backend).encode(request)
 
-    def on_host(self, request: Request, backend: str | None) -> tuple[Request, ModuleType]:
-        return request, _host_module(request, backend)
-
     def words(self, random_bits: Any, where: str) -> np.ndarray:
         words = np.asarray(random_bits)
         if words.dtype != np.uint32 or words.shape != self.shape:
@@ -537,7 +550,7 @@ def numpy_dtype(dtype: Any, where: str) -> np.dtype:
     return found
 
 
-def _check_out(out: Any, kind: type, shape: tuple[int, ...]) -> Any:
+def _check_out(out: Any, kind: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(out, kind):
         raise TypeError(
             f"quantize: out must be a {kind.__name__} like x, got {type(out).__name__}."
@@ -617,9 +630,6 @@ class _TorchBox(_Box):
         if request.random_bits is not None:
             request.random_bits = request.random_bits.cpu().numpy().astype(np.uint32)
         return request
-
-    def on_host(self, request: Request, backend: str | None) -> tuple[Request, ModuleType]:
-        return self._to_host(request), _host_module(request, backend)
 
     def words(self, random_bits: Any, where: str) -> torch.Tensor:
         torch_ = self.torch

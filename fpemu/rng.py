@@ -56,7 +56,9 @@ class Random:
         base = np.zeros(shape[:-1], dtype=np.uint64)
         for axis, size in enumerate(shape[:-1]):
             step = prod(self.global_shape[axis + 1 :])
-            index = (np.arange(size, dtype=np.uint64) + np.uint64(self.start[axis])) * np.uint64(step)
+            index = (np.arange(size, dtype=np.uint64) + np.uint64(self.start[axis])) * np.uint64(
+                step
+            )
             base += index.reshape([size if a == axis else 1 for a in range(len(shape) - 1)])
         return base.ravel() + np.uint64(self.start[-1] + self.offset)
 

@@ -88,7 +88,9 @@ def _np_f32(like: np.ndarray, value: float) -> np.ndarray:
     return np.asarray(value, dtype=np.float32)
 
 
-NUMPY = Ops(np, _np_f32, lambda a: np.asarray(a).view(np.int32), lambda b: np.asarray(b).view(np.float32))
+NUMPY = Ops(
+    np, _np_f32, lambda a: np.asarray(a).view(np.int32), lambda b: np.asarray(b).view(np.float32)
+)
 
 
 def encode_rne(ops: Ops, fmt: Format, p: Array) -> Array:

@@ -308,4 +308,3 @@ def _combine(fmt: Format | BlockFormat, found: list[_Sums]) -> Stats:
         saturated_scale_share=saturated / blocks if blocks else 0.0,
         nan_scale_share=bad / blocks if blocks else 0.0,
     )  # fmt: skip
-

@@ -98,8 +98,11 @@ def _quantize(
     return box.quantized(request, dtype, None, backend)
 
 
-def _quantize_seeded(*args: Any) -> Tensor:
-    return _quantize(*args[:6], None, *args[6:])
+def _quantize_seeded(
+    x: Tensor, fmt: str, rounding: str, overflow: str | None, axis: int, amax: Tensor | None,
+    *rest: Any,
+) -> Tensor:  # fmt: skip
+    return _quantize(x, fmt, rounding, overflow, axis, amax, None, *rest)
 
 
 def _within(
@@ -108,6 +111,7 @@ def _within(
     request, box = ops._request(
         "quantize", x, _read(fmt), "rne", None, axis, amax, None, 0, 0, 32, None
     )
+    assert isinstance(box, ops._TorchBox)
     name, module = ops._choose(request, backend, box.on_cpu)
     if name == "torch":
         return module.within(request)
@@ -147,12 +151,13 @@ class _StraightThrough(torch.autograd.Function):
     def forward(op: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         fmt, _, _, axis, amax = rest[:5]
         ste, _, backend = rest[-3:]
-        with torch._C._AutoDispatchBelowAutograd():
-            y = op(x, *rest)
-            return y, torch.ops.fpemu.within(x, fmt, axis, amax, backend) if ste == "clip" else None
+        y = op(x, *rest)
+        return y, torch.ops.fpemu.within(x, fmt, axis, amax, backend) if ste == "clip" else None
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+    ) -> None:
         y, mask = output
         ctx.dtypes, ctx.count = (inputs[1].dtype, y.dtype), len(inputs)
         if mask is not None:
@@ -175,11 +180,15 @@ def _masked(ctx: Any, gradient: Tensor) -> Tensor:
     return gradient
 
 
+def _forward_mode() -> bool:
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
 def _differentiable(op: Any) -> Any:
     """Autograd kernel of an operator."""
 
     def kernel(x: Tensor, *rest: Any) -> Tensor:
-        if (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+        if (x.requires_grad and torch.is_grad_enabled()) or _forward_mode():
             return _StraightThrough.apply(op, x, *rest)[0]
         with torch._C._AutoDispatchBelowAutograd():
             return op(x, *rest)
@@ -241,7 +250,7 @@ def needs_op(x: Tensor) -> bool:
         or x.is_meta
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        or _forward_mode()
     )
 
 
@@ -272,7 +281,7 @@ def quantize(
             whole, start = ops._shard(offset, tuple(x.shape), "quantize")
             flat = [*whole, *start]
         else:
-            flat = [_int64(offset, "offset")]
+            flat = [_int64(offset, "offset", 0, (1 << 63) - 1)]
         draws = seed is None and random_bits is None
         key = 0 if seed is None else _int64(seed, "seed")
         words = (key, _int64(stream, "stream"), flat, _int64(sr_bits, "sr_bits"))
@@ -285,8 +294,8 @@ def quantize(
     return op(*args)
 
 
-def _int64(word: Any, name: str) -> int:
+def _int64(word: Any, name: str, low: int = -(1 << 63), high: int = (1 << 64) - 1) -> int:
     """A 64-bit word as the signed integer that torch passes."""
-    if not (isinstance(word, int) and -(1 << 63) <= word < 1 << 64):
-        word = ops._integer(word, name, -(1 << 63), (1 << 64) - 1, "quantize")
+    if not (isinstance(word, int) and low <= word <= high):
+        word = ops._integer(word, name, low, high, "quantize")
     return word - (1 << 64) if word >= 1 << 63 else word

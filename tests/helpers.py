@@ -155,12 +155,16 @@ def block_data(rows: int, cols: int, seed: int, special: bool = True) -> np.ndar
     x[coarse] = (x[coarse].view(np.uint32) & 0xFFFF0000).view(np.float32)
     for row in range(0, rows, 5):
         peak = np.ldexp(np.float32(rng.choice([1, 1.5, 1.75, 1.9375])), int(exponent[row, 0]))
-        x[row, rng.integers(cols)] = np.nextafter(np.float32(peak), np.float32(rng.choice([0, np.inf, peak])))
+        x[row, rng.integers(cols)] = np.nextafter(
+            np.float32(peak), np.float32(rng.choice([0, np.inf, peak]))
+        )
     x[1::11] = 0
     x[2::11] = -0.0
     x[4::13, ::2] = -0.0
     if special:
-        for row, bad in zip(range(3, rows, 17), (np.nan, np.inf, -np.inf, -np.nan) * rows, strict=False):
+        for row, bad in zip(
+            range(3, rows, 17), (np.nan, np.inf, -np.inf, -np.nan) * rows, strict=False
+        ):
             x[row, rng.integers(cols)] = bad
         if rows > 9:
             x[9] = np.nan

@@ -150,9 +150,7 @@ def _mx_bytes(fmt: BlockFormat, amax: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(amax), byte, 255).astype(np.uint8)
 
 
-def encode(
-    x: np.ndarray, fmt: BlockFormat, rounding: str = "rne", overflow: str = "sat"
-) -> Blocks:
+def encode(x: np.ndarray, fmt: BlockFormat, rounding: str = "rne", overflow: str = "sat") -> Blocks:
     """Codes and scales of a 2-D float32 array."""
     with np.errstate(all="ignore"):
         return _encode(x, fmt, rounding, overflow)

@@ -23,7 +23,9 @@ def flip(a: np.ndarray, index: int = -1, bit: int = 0) -> np.ndarray:
     return a
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.float16, BF16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.uint16, np.uint32, np.float16, BF16, np.float32, np.float64]
+)
 def test_one_flipped_bit_is_seen(dtype: Any) -> None:
     a = np.arange(24).reshape(4, 6).astype(dtype)
     assert_same_bits(a.copy(), a)
@@ -99,9 +101,7 @@ def test_a_scale_off_by_one_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
     fmt = formats.get_format(name)
     target = "mx_scale" if name.startswith("mx") else "nvfp4_scale"
     right = getattr(oracle, target)
-    monkeypatch.setattr(
-        oracle, target, lambda *a: (s := right(*a))._replace(stored=s.stored + 1)
-    )
+    monkeypatch.setattr(oracle, target, lambda *a: (s := right(*a))._replace(stored=s.stored + 1))
     with pytest.raises(AssertionError, match="scales"):
         assert_same_parts(reference.encode(x, fmt), oracle.encode(request(x, fmt)))
 
@@ -156,7 +156,10 @@ def test_a_planted_kernel_error_reaches_the_one_body(monkeypatch: pytest.MonkeyP
         encoded.codes = flip(encoded.codes)
         return encoded
 
-    for name, bad in (("encode", bad_encode), ("quantize", lambda *a, **k: flip(quantize(*a, **k)))):
+    for name, bad in (
+        ("encode", bad_encode),
+        ("quantize", lambda *a, **k: flip(quantize(*a, **k))),
+    ):
         monkeypatch.setattr(fpemu, name, bad)
         with pytest.raises(AssertionError, match="differ"):
             check(x, "nvfp4", backends=("oracle",))

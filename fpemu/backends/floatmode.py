@@ -76,7 +76,7 @@ def _restore(old):  # type: ignore[no-untyped-def]
     _set_control(old)
 
 
-class ieee_mode:  # noqa: N801 - reads as a statement: ``with ieee_mode():``
+class ieee_mode:
     """Context in which this thread neither flushes nor ignores subnormals."""
 
     __slots__ = ("old",)

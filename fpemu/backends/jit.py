@@ -35,7 +35,10 @@ def _stamped(base: type) -> type:
         ours = _PACKAGE in Path(source).parents
         return base.from_function.__func__(cls, function, source) if ours else None
 
-    members = {"get_source_stamp": lambda self: _stamp(), "from_function": classmethod(from_function)}
+    members = {
+        "get_source_stamp": lambda self: _stamp(),
+        "from_function": classmethod(from_function),
+    }
     return type(f"Fpemu{base.__name__}", (base,), members)
 
 

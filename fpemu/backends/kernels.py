@@ -16,6 +16,8 @@ axis ``wide == 1``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -48,7 +50,7 @@ def fits_fast(fmt: Format, rounding: str, overflow: str) -> bool:
         rounding == "rne"
         and fmt.has_negative_zero
         and fmt.has_zero
-        and fmt.man_bits < 23
+        and 0 < fmt.man_bits < 23  # with none, the last kept bit is the hidden one
         and (overflow == "sat" or fmt.has_inf or not fmt.has_nan)
     )
 
@@ -59,7 +61,11 @@ def rne_params(fmt: Format, rounding: str, overflow: str, values: bool) -> tuple
     code = specials(fmt, rounding, overflow)
     if values:
         last = (MAG + SIGN) >> drop << drop
-        top, over, nan = _f32_bits(fmt.max), value_bits(fmt, code.over_pos), value_bits(fmt, code.nan)
+        top, over, nan = (
+            _f32_bits(fmt.max),
+            value_bits(fmt, code.over_pos),
+            value_bits(fmt, code.nan),
+        )
     else:
         last = fmt.emin + 126 << fmt.man_bits
         top, over, nan = fmt.max_mag, code.over_pos, code.nan
@@ -256,8 +262,23 @@ def _pointer(context, b, array_type, array, index):  # type: ignore[no-untyped-d
 
 @intrinsic
 def cast16(  # type: ignore[no-untyped-def]
-    typingctx, src, si, dst, di, params, mult, shift, dec, tensor, keep, block, words, wi, count,
-    stream, ahead,
+    typingctx,
+    src,
+    si,
+    dst,
+    di,
+    params,
+    mult,
+    shift,
+    dec,
+    tensor,
+    keep,
+    block,
+    words,
+    wi,
+    count,
+    stream,
+    ahead,
 ):
     """Cast ``src[si:si+16]`` into ``dst[di:di+16]``; see the module's docstring for the arguments.
 
@@ -341,7 +362,12 @@ def cast16(  # type: ignore[no-untyped-def]
 
 
 # numpy aligns to 16 bytes, so that much is always known; ``(1,)`` promises a whole line.
-_ALIGNMENT = {types.NoneType: 0, types.Integer: 16, types.IntegerLiteral: 16, types.UniTuple: 64}
+_ALIGNMENT: dict[Any, int] = {
+    types.NoneType: 0,
+    types.Integer: 16,
+    types.IntegerLiteral: 16,
+    types.UniTuple: 64,
+}
 
 _CAST_ARGUMENTS = (
     "src", "si", "dst", "di", "params", "mult", "shift", "dec", "tensor", "keep", "block", "words",
@@ -452,7 +478,9 @@ def philox16(typingctx, out, oi, block, seed, stream):  # type: ignore[no-untype
             return splat(b, scalar)
 
         low = 0xFFFFFFFF
-        counter = lanes64(block) + Vec(b, ir.Constant(ir.VectorType(I64, LANES), list(range(LANES))))
+        counter = lanes64(block) + Vec(
+            b, ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
+        )
         x0, x1 = counter & low, counter >> 32
         x2, x3 = lanes64(stream) & low, lanes64(stream) >> 32
         k0, k1 = lanes64(seed) & low, lanes64(seed) >> 32
@@ -493,4 +521,3 @@ def bits_of_f32(typingctx, value):  # type: ignore[no-untyped-def]
         return b.bitcast(values[0], I32)
 
     return types.uint32(types.float32), codegen
-

@@ -255,7 +255,9 @@ def fp8_scales(amax, count, top, pow2, code, mult, dec, keep):
 
 
 @jit
-def cast_row(src, base, dst, to, cols, wide, params, mult, shift, dec, tensor, keep, words, wi, stream):
+def cast_row(
+    src, base, dst, to, cols, wide, params, mult, shift, dec, tensor, keep, words, wi, stream
+):
     """One row of a strip: blocks of `wide` columns, or one scale per column where wide is 1.
 
     `mult`, `shift`, `dec`, `keep` are arrays per block or None; `words` is an array or None.
@@ -265,7 +267,7 @@ def cast_row(src, base, dst, to, cols, wide, params, mult, shift, dec, tensor, k
         for i in range(0, whole, 16):
             cast16(
                 src, base + i, dst, to + i, params, mult, shift, dec, tensor, keep, i, words,
-                wi + i, None, None, None,
+                wi + i, None, stream, None,
             )  # fmt: skip
         if whole < cols:
             cast16(
@@ -293,7 +295,7 @@ def cast_row(src, base, dst, to, cols, wide, params, mult, shift, dec, tensor, k
 def chunk_columns(tall, wide):
     """Columns handled at once: about CHUNK elements of a strip, a multiple of the block."""
     if wide == 1:
-        return max(CHUNK // tall // 16 * 16, 64)
+        return max(4 * CHUNK // tall // 16 * 16, 64)
     return max(CHUNK // tall // wide, 1) * wide
 
 

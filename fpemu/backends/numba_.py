@@ -47,7 +47,7 @@ _FUSED = {
 _NO_F32, _NO_I32 = np.empty(0, np.float32), np.empty(0, np.int32)
 _NO_U8, _NO_U32 = np.empty(0, np.uint8), np.empty(0, np.uint32)
 _NOT_GIVEN = (_NO_F32, _NO_I32, _NO_F32, _NO_I32)
-_NO_SCALES = {np.dtype(np.uint8): _NO_U8, np.dtype(np.float32): _NO_F32}
+_NO_SCALES: dict[np.dtype, np.ndarray] = {np.dtype(np.uint8): _NO_U8, np.dtype(np.float32): _NO_F32}
 
 
 def supports(request: Request) -> str | None:
@@ -154,7 +154,9 @@ def decode(
     steps = block_steps(fmt, codes.shape, axis)
     cuts = pieces(codes.shape, steps, PIECE)
     with ieee_mode():
-        parallel(lambda index: _decode_piece(fmt, parts, axis, out, index), [(cut,) for cut in cuts])
+        parallel(
+            lambda index: _decode_piece(fmt, parts, axis, out, index), [(cut,) for cut in cuts]
+        )
 
 
 # One call ----------------------------------------------------------------------------------------
@@ -251,33 +253,31 @@ class _Call:
         if x.ndim == 0:
             x, dst = x.reshape(1), dst.reshape(1)
             scales = None if scales is None else scales.reshape(1)
-        random = request.random
-        words = request.random_bits
+        random, words = request.random, request.random_bits
         sharded = random is not None and random.global_shape is not None
-        if x.flags.c_contiguous and dst.flags.c_contiguous and not (self.plan.convert or sharded):
+        simple = not (self.plan.convert or sharded)
+        if simple and x.flags.c_contiguous and dst.flags.c_contiguous:
             if words is None or words.flags.c_contiguous:
                 self._contiguous(x, dst, scales, axis, random, words, True)
                 return
-        elif random is None and words is None:
-            # No word belongs to an index: any axis order will do, so take the one in memory.
-            order = _memory_order(x)
-            if not self._two_d_last(order, x.ndim):
-                order = tuple(range(x.ndim))
-            if order != tuple(range(x.ndim)):
-                x, dst = x.transpose(order), dst.transpose(order)
-                axis = order.index(axis)
-                swapped = order.index(x.ndim - 1) < order.index(x.ndim - 2)
-                if scales is not None:
-                    scales = scales.transpose(order)
-                if x.flags.c_contiguous and dst.flags.c_contiguous and not self.plan.convert:
-                    compact = None if scales is None else np.empty(scales.shape, scales.dtype)
-                    self._contiguous(x, dst, compact, axis, None, None, True, swapped)
-                    if scales is not None:
-                        scales[...] = compact
-                    return
-                self._by_pieces(x, dst, scales, axis, None, None, swapped)
-                return
-        self._by_pieces(x, dst, scales, axis, random, words, False)
+        # Any axis order will do, so take the one in memory.
+        order = _memory_order(x)
+        if not self._two_d_last(order, x.ndim):
+            order = tuple(range(x.ndim))
+        swapped = x.ndim > 1 and order.index(x.ndim - 1) < order.index(x.ndim - 2)
+        x, dst, axis = x.transpose(order), dst.transpose(order), order.index(axis)
+        if scales is not None:
+            scales = scales.transpose(order)
+        if words is not None:
+            words = words.transpose(order)
+        plain = random is None and words is None
+        if simple and plain and x.flags.c_contiguous and dst.flags.c_contiguous:
+            compact = None if scales is None else np.empty(scales.shape, scales.dtype)
+            self._contiguous(x, dst, compact, axis, None, None, True, swapped)
+            if scales is not None:
+                scales[...] = compact
+            return
+        self._by_pieces(x, dst, scales, axis, words, order, swapped)
 
     def _two_d_last(self, order: tuple[int, ...], ndim: int) -> bool:
         fmt = self.plan.block_format
@@ -289,16 +289,21 @@ class _Call:
         dst: np.ndarray,
         scales: np.ndarray | None,
         axis: int,
-        random: Random | None,
         words: np.ndarray | None,
+        order: tuple[int, ...],
         swapped: bool,
     ) -> None:
+        """Through scratch, piece by piece; axis k here is axis ``order[k]`` of the caller's x."""
         steps = block_steps(self.request.fmt, x.shape, axis, swapped)
+        random = self.request.random
+        inverse = [order.index(a) for a in range(x.ndim)]
         if random is not None and random.global_shape is None:
-            random = replace(random, global_shape=x.shape, start=(0,) * x.ndim)
+            shape = tuple(x.shape[k] for k in inverse)
+            random = replace(random, global_shape=shape, start=(0,) * x.ndim)
 
         def piece(index: tuple[slice, ...]) -> None:
-            source = np.ascontiguousarray(x[index], np.float32 if self.plan.convert else None)
+            with np.errstate(over="ignore"):
+                source = np.ascontiguousarray(x[index], np.float32 if self.plan.convert else None)
             target = dst[index]
             if not target.flags.c_contiguous:
                 target = np.empty(target.shape, target.dtype)
@@ -311,7 +316,9 @@ class _Call:
                 inner = np.empty(scales[where].shape, scales.dtype)
             some = None if words is None else np.ascontiguousarray(words[index])
             if random is not None:
-                some = _shard_words(random.shard(index), source.shape)
+                shape = tuple(source.shape[k] for k in inverse)
+                part = random.shard(tuple(index[k] for k in inverse))
+                some = np.ascontiguousarray(_shard_words(part, shape).transpose(order))
             self._contiguous(source, target, inner, axis, None, some, False, swapped)
             if target.base is None or target.base is not dst:
                 dst[index] = target
@@ -418,7 +425,9 @@ class _Call:
         if self.values and not self.plan.exponent and (fmt.tensor_scaled or narrow_out):
             tensor = self.scalars
         stream = 1 if self._streams(out) and rng is None else None
-        given = self._given(src, stored, geometry) if self.plan.rule == loops.RULE_GIVEN else _NOT_GIVEN
+        given = (
+            self._given(src, stored, geometry) if self.plan.rule == loops.RULE_GIVEN else _NOT_GIVEN
+        )
         threshold = self.plan.threshold >> 29  # from 52 mantissa bits to float32's 23
 
         def strip_range(first: int, last: int, col0: int, col1: int) -> None:
@@ -448,7 +457,9 @@ class _Call:
         outer, rows, cols, tall, wide_ = geometry
         strips, blocks = outer * ceil(rows / tall), ceil(cols / wide_)
         bits = np.empty(strips * blocks, np.uint32)
-        loops.amax_strips(src, bits, 0, strips, 0, cols, rows, cols, tall, wide_, self.plan.skip_nan)
+        loops.amax_strips(
+            src, bits, 0, strips, 0, cols, rows, cols, tall, wide_, self.plan.skip_nan
+        )
         rule = multiplier_rule(fmt)
         assert rule.block is not None
         tensor = no_tensor_scale(NUMPY, fmt, np.float32(0))._replace(encode=self.scalars[0])
@@ -571,9 +582,11 @@ def code_values(fmt: Format, codes: np.ndarray) -> np.ndarray:
     # Sign, exponent and mantissa of TF32 and FP32 sit where float32 has them.
     bits = codes.astype(np.uint32) << np.uint32(32 - fmt.bits)
     if fmt.exp_bits != 8 or fmt.bias != 127:
-        return np.array([value_bits(fmt, int(c)) for c in codes.ravel()], np.uint32).view(
-            np.float32
-        ).reshape(codes.shape)
+        return (
+            np.array([value_bits(fmt, int(c)) for c in codes.ravel()], np.uint32)
+            .view(np.float32)
+            .reshape(codes.shape)
+        )
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     return np.where(nan, np.uint32(0x7FC00000), bits).view(np.float32)
 
@@ -695,7 +708,7 @@ def _shard_words(random: Random, shape: tuple[int, ...]) -> np.ndarray:
     words = np.empty(prod(shape), np.uint32)
     seed, stream = _signed(random.seed), _signed(random.stream)
     loops.shard_words(words, shape[-1], 0, bases, seed, stream)
-    return words
+    return words.reshape(shape)
 
 
 def _signed(word: int) -> int:

@@ -517,7 +517,9 @@ def supports(request: Request) -> str | None:
         width = fmt.element.man_bits + 1 + (fmt.scale.man_bits + 1 if fmt.scale else 0)
         width += 24 if fmt.tensor_scaled else 0
         if width > SIG:
-            return f"element, scale and tensor scale of {fmt.name!r} multiply to {width} bits, over 60"
+            return (
+                f"element, scale and tensor scale of {fmt.name!r} multiply to {width} bits, over 60"
+            )
     return None
 
 
@@ -563,7 +565,7 @@ def encode(request: Request) -> Parts:
             scaled = _scaled(request, chunk, granule, tensor)
             block_codes = _codes(request, chunk, granule, scaled)
             _no_0d(codes)[chunk.at].copy_(_from_blocks(block_codes, granule, chunk.shape))
-            if scales is not None:
+            if scales is not None and scaled.scales is not None:
                 _no_0d(scales)[chunk.blocks].copy_(scaled.scales)
     return Parts(codes, scales, None if tensor is None else tensor.decode)
 

@@ -84,7 +84,9 @@ class Vec:
         return self.splat(0) - self
 
     def _compare(self, op: str, other: Any) -> Vec:
-        compare = self.b.icmp_unsigned if isinstance(self.element, ir.IntType) else self.b.fcmp_ordered
+        compare = (
+            self.b.icmp_unsigned if isinstance(self.element, ir.IntType) else self.b.fcmp_ordered
+        )
         return Vec(self.b, compare(op, self.v, self.splat(other).v))
 
     def __lt__(self, other: Any) -> Vec:

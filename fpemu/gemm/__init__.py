@@ -9,4 +9,13 @@ from fpemu.gemm.explain import explain
 from fpemu.gemm.recipes import Recipe, get_recipe, list_recipes
 from fpemu.gemm.units import Unit, get_unit, list_units
 
-__all__ = ["Recipe", "Unit", "explain", "get_recipe", "get_unit", "list_recipes", "list_units", "matmul"]
+__all__ = [
+    "Recipe",
+    "Unit",
+    "explain",
+    "get_recipe",
+    "get_unit",
+    "list_recipes",
+    "list_units",
+    "matmul",
+]

@@ -205,7 +205,12 @@ def _float32(x: Any, name: str, element: Format = FP32) -> Any:
         return None
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        x = x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32).cpu().numpy()
+        x = (
+            x.detach()
+            .to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+            .cpu()
+            .numpy()
+        )
     data = np.asarray(x)
     if data.dtype.kind not in "fiu" and not data.dtype.name.startswith(("bfloat", "float")):
         raise TypeError(
@@ -374,7 +379,13 @@ def _backend(unit: Unit, forced: str | None, device: Any) -> Any:
     if forced is not None and forced not in BACKENDS:
         raise unknown("matmul", "backend", forced, BACKENDS)
     on_host = device is None or device.type == "cpu"
-    order = [forced] if forced else ["numba", "torch", "oracle"] if on_host else ["torch", "numba", "oracle"]
+    order = (
+        [forced]
+        if forced
+        else ["numba", "torch", "oracle"]
+        if on_host
+        else ["torch", "numba", "oracle"]
+    )
     reason: str | None = None
     for name in order:
         needs = name if name in ("numba", "torch") else "numpy"

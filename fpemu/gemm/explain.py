@@ -70,14 +70,18 @@ class Explanation:
 
     def __str__(self) -> str:
         unit = self.unit
-        lines = [f"{unit.name}: blocks of {unit.L}, {unit.F} fraction bits kept, {unit.rho} -> {self.out}"]
+        lines = [
+            f"{unit.name}: blocks of {unit.L}, {unit.F} fraction bits kept, {unit.rho} -> {self.out}"
+        ]
         for i, block in enumerate(self.blocks):
             lines += ["", *_block_lines(i, block, unit)]
         lines += ["", f"result  {_bits(self.result, self.out)}  {self.result!r}"]
         if self.exact is not None:
             lines.append(f"exact   {float(self.exact)!r}")
             if self.error is not None:
-                lines.append(f"error   {self.error:.6g}, of which cut off in alignment {float(-self.cut):.6g}")
+                lines.append(
+                    f"error   {self.error:.6g}, of which cut off in alignment {float(-self.cut):.6g}"
+                )
         return "\n".join(lines)
 
 
@@ -212,5 +216,7 @@ def _block(step: oracle.Step, unit: Unit, a: list[float], b: list[float]) -> Blo
         for k, t in zip(step.k, step.terms, strict=False)
     ]  # fmt: skip
     if step.c is not None:
-        terms.append(Term(None, None, None, step.c.exponent, step.c.value, step.c.units * step.quantum))
+        terms.append(
+            Term(None, None, None, step.c.exponent, step.c.value, step.c.units * step.quantum)
+        )
     return Block(not step.k, tuple(terms), step.E, step.quantum, step.total, step.result)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -189,12 +188,16 @@ def _or_special(total: Vec, result: Vec) -> Vec:
     return _finite(bits).where(result, ((bits & MAG) > INF).where(QNAN, bits))
 
 
-def _data(context: Any, b: ir.IRBuilder, kind: types.Array, array: ir.Value, index: Any) -> ir.Value:
+def _data(
+    context: Any, b: ir.IRBuilder, kind: types.Array, array: ir.Value, index: Any
+) -> ir.Value:
     return b.gep(context.make_array(kind)(context, b, array).data, [index])
 
 
 @intrinsic
-def tile(typingctx, sig_a, exp_a, ai, width, sig_b, exp_b, bi, d, di, stride, blocks, length, params):  # type: ignore[no-untyped-def]
+def tile(
+    typingctx, sig_a, exp_a, ai, width, sig_b, exp_b, bi, d, di, stride, blocks, length, params
+):  # type: ignore[no-untyped-def]
     """`blocks` blocks of `length` products for rows ``ai, ai + width, ...`` of A and one panel of B.
 
     ``d[di + r*stride : ... + 16]`` are float32 bits: c on entry, D on return.
@@ -342,8 +345,27 @@ def fma(typingctx, x, y, z):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def group_tile(  # type: ignore[no-untyped-def]
-    typingctx, sig_a, ai, width, scale_a, exp_a, ag, blocks_a, sig_b, bi, scale_b, exp_b, bg,
-    d, di, stride, blocks, groups, size, low, params,
+    typingctx,
+    sig_a,
+    ai,
+    width,
+    scale_a,
+    exp_a,
+    ag,
+    blocks_a,
+    sig_b,
+    bi,
+    scale_b,
+    exp_b,
+    bg,
+    d,
+    di,
+    stride,
+    blocks,
+    groups,
+    size,
+    low,
+    params,
 ):
     """As `tile`, in groups of `size`; row r's scales are ``scale_a[ag + r*blocks_a + group]`` and
     ``exp_a[...]``, a panel's ``scale_b[bg + 16*group : ... + 16]``."""

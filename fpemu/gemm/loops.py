@@ -272,7 +272,11 @@ def exact(a, b, d, row0, row1, depth, cols, man_bits, emin, emax):
             limbs[:] = 0
             special = np.float32(0)
             for k in range(depth + 1):
-                x, y = (a[i * depth + k], b[k * cols + j]) if k < depth else (d[i * cols + j], np.float32(1))
+                x, y = (
+                    (a[i * depth + k], b[k * cols + j])
+                    if k < depth
+                    else (d[i * cols + j], np.float32(1))
+                )
                 if not (np.isfinite(x) and np.isfinite(y)):
                     special += x * y
                 elif x != 0 and y != 0:

@@ -29,7 +29,11 @@ def supports(unit: Unit) -> str | None:
         assert unit.scale is not None
         low = _low_bits(unit)
         value = unit.group * a.max * b.max * 4 * 2.0**low
-        if value >= 2**31 or value * 2.0 ** (unit.F - low) * unit.L / unit.group >= 2**55 or unit.F < max(low, 23):
+        if (
+            value >= 2**31
+            or value * 2.0 ** (unit.F - low) * unit.L / unit.group >= 2**55
+            or unit.F < max(low, 23)
+        ):
             return f"groups of {unit.group} with F={unit.F} do not fit 64-bit sums"
         return None
     if unit.L % 2:
@@ -98,12 +102,16 @@ def _in_order(unit: Unit, values: np.ndarray, axis: int) -> np.ndarray:
         return values
     depth = values.shape[axis]
     k = np.arange(_up(depth, 32)).reshape(-1, 8, 2, 2).swapaxes(1, 2).ravel()
-    padded = np.zeros([_up(n, 32) if i == axis else n for i, n in enumerate(values.shape)], np.float32)
+    padded = np.zeros(
+        [_up(n, 32) if i == axis else n for i, n in enumerate(values.shape)], np.float32
+    )
     padded[(slice(None),) * axis + (slice(depth),)] = values
     return np.ascontiguousarray(padded.take(k, axis))
 
 
-def _rows(values: np.ndarray, width: int, params: tuple[int, ...], chunk: int = 256) -> tuple[Any, ...]:
+def _rows(
+    values: np.ndarray, width: int, params: tuple[int, ...], chunk: int = 256
+) -> tuple[Any, ...]:
     """sig, exp [matrices, padded rows, width] of values [matrices, rows, K], and how many are bad."""
     matrices, rows, depth = values.shape
     padded = _up(rows, ROWS)
@@ -117,7 +125,9 @@ def _rows(values: np.ndarray, width: int, params: tuple[int, ...], chunk: int = 
     return sig, exp, sum(run_pieces(loops.split_rows, pieces))
 
 
-def _panels(values: np.ndarray, width: int, params: tuple[int, ...], chunk: int = 8) -> tuple[Any, ...]:
+def _panels(
+    values: np.ndarray, width: int, params: tuple[int, ...], chunk: int = 8
+) -> tuple[Any, ...]:
     """sig, exp [matrices, panels, width, 16] of values [matrices, K, columns], and how many are bad."""
     matrices, depth, cols = values.shape
     panels = matrices * (_up(cols, 16) // 16)

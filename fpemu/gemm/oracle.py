@@ -150,7 +150,11 @@ def block(
 
 
 def _plain(
-    unit: Unit, a: Sequence[float], b: Sequence[float], scale_a: Sequence[float], scale_b: Sequence[float]
+    unit: Unit,
+    a: Sequence[float],
+    b: Sequence[float],
+    scale_a: Sequence[float],
+    scale_b: Sequence[float],
 ) -> list[Term]:
     """Single products; an MX scale moves both value and exponent."""
     scale = Fraction(1)
@@ -251,7 +255,12 @@ def late(out: str, c: float, partial: float, factor: float = 1.0) -> float:
 
 
 def promoted(
-    unit: Unit, a: Sequence[float], b: Sequence[float], c: float, period: int, factors: Sequence[float]
+    unit: Unit,
+    a: Sequence[float],
+    b: Sequence[float],
+    c: float,
+    period: int,
+    factors: Sequence[float],
 ) -> float:
     """Partial sums of `period` products, each from +0, times a factor each, added in float32."""
     for i in range(-(-len(a) // period)):
@@ -334,7 +343,11 @@ def as_result(values: Any, out: str) -> np.ndarray:
 
 def scale_values(scales: Any, matrix: int) -> np.ndarray | None:
     """Values of the block scales of one matrix of an operand."""
-    return None if scales is None else np.ldexp(scales.sig[matrix].astype(np.float64), scales.exp[matrix])
+    return (
+        None
+        if scales is None
+        else np.ldexp(scales.sig[matrix].astype(np.float64), scales.exp[matrix])
+    )
 
 
 def not_values(values: np.ndarray, fmt: Format) -> int:

@@ -226,7 +226,10 @@ def _block_factors(
         scale = np.repeat(scale, BLOCK, repeated)
         scale = scale[..., :count, :] if repeated == -2 else scale[..., :count]
     want = (count, periods) if repeated == -2 else (periods, count)
-    if scale.shape[-2:] != want or scale.size not in (want[0] * want[1], matrices * want[0] * want[1]):
+    if scale.shape[-2:] != want or scale.size not in (
+        want[0] * want[1],
+        matrices * want[0] * want[1],
+    ):
         raise ValueError(
             f"matmul: scale_{name} has shape {scale.shape}; this recipe takes (..., {want[0]},"
             f" {want[1]}), or one per {BLOCK} rows and columns. Its blocks lie along K."

@@ -86,13 +86,15 @@ class _Side:
     ) -> None:
         unit = request.unit
         is_a = operand is request.a
-        flip = (lambda x: x) if is_a else (lambda x: np.swapaxes(x, 0, 1))  # noqa: E731
+        flip = (lambda x: x) if is_a else (lambda x: np.swapaxes(x, 0, 1))
         values = torch.from_numpy(np.ascontiguousarray(flip(operand.values[matrix])[part]))
         self.values = values.to(device)
         factor = request.factor_a if is_a else request.factor_b
         self.factor = None
         if factor is not None:
-            self.factor = torch.from_numpy(np.ascontiguousarray(flip(factor[matrix])[part])).to(device)
+            self.factor = torch.from_numpy(np.ascontiguousarray(flip(factor[matrix])[part])).to(
+                device
+            )
         if unit.is_reference:
             return
         # Sign and infinities only: what a special sum needs to know.
@@ -138,7 +140,9 @@ def _chain(request: Request, left: _Side, right: _Side, c: Tensor) -> Tensor:
         if unit.order == "pairs":
             index = torch.arange(start, end, device=c.device)
             for half in (0, 1):
-                partial = _block(request, left, right, index[(index - start) // 2 % 2 == half], partial)
+                partial = _block(
+                    request, left, right, index[(index - start) // 2 % 2 == half], partial
+                )
         else:
             for k in range(start, end, unit.L):
                 partial = _block(request, left, right, slice(k, min(k + unit.L, end)), partial)
@@ -207,7 +211,9 @@ def _round(total: Tensor, scale: Tensor, unit: Unit, out: str) -> Tensor:
     mag = total.abs()
     # Position of the leading bit, from the exponent of a float64 no larger than the number.
     head = torch.where(mag >= 1 << 32, mag >> 32, mag)
-    top = (head.to(torch.float64).view(torch.int64) >> 52) - 1023 + torch.where(mag >= 1 << 32, 32, 0)
+    top = (
+        (head.to(torch.float64).view(torch.int64) >> 52) - 1023 + torch.where(mag >= 1 << 32, 32, 0)
+    )
     top = torch.where(mag == 0, 0, top)
     fmt, man = (FP16, 10) if out == "fp16" else (FP32, 13 if unit.rho == "rz_e8m13" else 23)
     drop = torch.maximum(top - man, fmt.emin - man - scale)

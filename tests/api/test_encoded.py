@@ -74,7 +74,12 @@ def test_files_give_back_every_bit(fmt: str, container: str, tmp_path: Path) -> 
 def test_other_dtypes_and_user_formats_come_back(tmp_path: Path) -> None:
     row = fpemu.BlockFormat("mine", fpemu.Format("e3m2fn", 3, 2, special="fn"), (8,),
                             fpemu.get_format("e8m0"), "mx_rceil")  # fmt: skip
-    for x, fmt in ((X.astype(BF16), "nvfp4"), (np.arange(10), "mxint8"), (X, row), (X[0, 0], "mxfp4")):
+    for x, fmt in (
+        (X.astype(BF16), "nvfp4"),
+        (np.arange(10), "mxint8"),
+        (X, row),
+        (X[0, 0], "mxfp4"),
+    ):
         encoded = fpemu.encode(x, fmt)
         encoded.save(tmp_path / "a")
         loaded = fpemu.Encoded.load(tmp_path / "a")
@@ -158,10 +163,16 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 # torch's own dtypes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "fmt", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32"]
+)
 def test_native_dtypes_hold_our_values(fmt: str) -> None:
     torch = pytest.importorskip("torch")
-    x = np.linspace(-3, 5, 99, dtype=np.float32) if fmt != "e8m0" else np.geomspace(1, 99, 9, dtype=np.float32)
+    x = (
+        np.linspace(-3, 5, 99, dtype=np.float32)
+        if fmt != "e8m0"
+        else np.geomspace(1, 99, 9, dtype=np.float32)
+    )
     for container in ("numpy", "torch"):
         encoded = fpemu.encode(give(container, x), fmt)
         native = encoded.to_torch()
@@ -197,7 +208,12 @@ def test_swizzle_by_the_formula(rows: int, cols: int) -> None:
         flat = np.zeros(-(-rows // 128) * -(-cols // 4) * 512, np.uint8)
         for m in range(rows):
             for k in range(cols):
-                place = ((m // 128) * -(-cols // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4
+                place = (
+                    ((m // 128) * -(-cols // 4) + k // 4) * 512
+                    + m % 32 * 16
+                    + m // 32 % 4 * 4
+                    + k % 4
+                )
                 flat[place] = scales[m, k]
         swizzled = encoded.scales_swizzled()
         assert type(swizzled) is type(encoded.codes)

@@ -79,7 +79,10 @@ def test_bad_arguments_of_tensors(x: Any, fmt: Any, options: Any, error: type, w
         if words_given.dtype == np.int64:
             return  # torch has no unsigned arithmetic: int64 words are allowed there
         options = dict(options, random_bits=torch.from_numpy(words_given))
-    for tensor in (torch.from_numpy(x), torch.from_numpy(x).requires_grad_() if x.dtype.kind == "f" else None):
+    for tensor in (
+        torch.from_numpy(x),
+        torch.from_numpy(x).requires_grad_() if x.dtype.kind == "f" else None,
+    ):
         if tensor is not None:
             with pytest.raises(error):
                 fpemu.quantize(tensor, fmt, **options)
@@ -112,17 +115,28 @@ def test_out_is_written_and_returned() -> None:
     x = np.linspace(-9, 9, 640, dtype=np.float32).reshape(10, 64)
     for fmt in ("e4m3", "mxfp4", "nvfp4", "fp8_tensor_e4m3"):
         want = fpemu.quantize(x, fmt)
-        for out in (np.empty_like(x), np.empty((64, 10), np.float32).T, np.empty((10, 130), np.float32)[:, 1::2][:, :64]):
+        for out in (
+            np.empty_like(x),
+            np.empty((64, 10), np.float32).T,
+            np.empty((10, 130), np.float32)[:, 1::2][:, :64],
+        ):
             assert fpemu.quantize(x, fmt, out=out) is out
             assert_same_bits(out, want, x, fmt)
         narrow = np.empty(x.shape, np.float16)
-        assert_same_bits(fpemu.quantize(x, fmt, out=narrow), fpemu.quantize(x, fmt, dtype="float16"))
+        assert_same_bits(
+            fpemu.quantize(x, fmt, out=narrow), fpemu.quantize(x, fmt, dtype="float16")
+        )
         same = x.copy()
         assert_same_bits(fpemu.quantize(same, fmt, out=same), want, x, f"{fmt} in place")
         overlap = np.zeros(x.size + 7, np.float32)
         overlap[7:] = x.ravel()
         shifted = overlap[:-7].reshape(x.shape)
-        assert_same_bits(fpemu.quantize(overlap[7:].reshape(x.shape), fmt, out=shifted), want, x, f"{fmt} overlap")
+        assert_same_bits(
+            fpemu.quantize(overlap[7:].reshape(x.shape), fmt, out=shifted),
+            want,
+            x,
+            f"{fmt} overlap",
+        )
     readonly = np.empty_like(x)
     readonly.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
@@ -145,7 +159,13 @@ def test_bad_rows(arguments: tuple, word: str) -> None:
 
 def test_bad_block_rows() -> None:
     e4m3, e8m0 = fpemu.get_format("e4m3"), fpemu.get_format("e8m0")
-    for block, scale in (((0,), e8m0), ((1, 2, 3), e8m0), ((32,), None), (None, e8m0), (None, None)):
+    for block, scale in (
+        ((0,), e8m0),
+        ((1, 2, 3), e8m0),
+        ((32,), None),
+        (None, e8m0),
+        (None, None),
+    ):
         with pytest.raises(ValueError, match="BlockFormat"):
             fpemu.BlockFormat("a", e4m3, block, scale, "mx_floor")
     unknown = fpemu.BlockFormat("a", e4m3, (32,), e8m0, "mx_flor")

@@ -102,6 +102,8 @@ def test_prints_and_converts() -> None:
     s = fpemu.stats(np.float32([1, 2.3, 0]), "mxfp4")
     assert "mxfp4" in str(s) and "SQNR" in str(s) and "underflow" in str(s)
     d = s.to_dict()
-    assert d["size"] == 3 and d["format"] == "mxfp4" and all(
-        v is None or isinstance(v, (int, float, str)) for v in d.values()
+    assert (
+        d["size"] == 3
+        and d["format"] == "mxfp4"
+        and all(v is None or isinstance(v, (int, float, str)) for v in d.values())
     )

@@ -19,8 +19,9 @@ X = torch.from_numpy(block_data(24, 48, 1, special=False)).clamp(-1e30, 1e30)
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_gradient_is_one_inside_and_zero_beyond(fmt: str) -> None:
-    from fpemu.backends import oracle
     from helpers import request
+
+    from fpemu.backends import oracle
 
     x = X.clone().requires_grad_()
     y = fpemu.quantize(x, fmt)
@@ -62,7 +63,9 @@ def test_stochastic_gradients(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", ["e4m3", "mxfp4", "nvfp4"])
 def test_compile_in_one_graph(fmt: str) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: fpemu.quantize(x * 1.0, fmt).clone(), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda x: fpemu.quantize(x * 1.0, fmt).clone(), fullgraph=True, backend="eager"
+    )
     assert_same_bits(compiled(X), fpemu.quantize(X, fmt))
     x = X.clone().requires_grad_()
     traced = torch.compile(lambda x: fpemu.quantize(x, fmt), fullgraph=True, backend="aot_eager")
@@ -76,7 +79,9 @@ def test_compile_in_one_graph(fmt: str) -> None:
 def test_compile_with_a_seed() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda x: fpemu.quantize(x, "e4m3", rounding="sr", seed=5), fullgraph=True, backend="aot_eager"
+        lambda x: fpemu.quantize(x, "e4m3", rounding="sr", seed=5),
+        fullgraph=True,
+        backend="aot_eager",
     )
     assert_same_bits(compiled(X), fpemu.quantize(X, "e4m3", rounding="sr", seed=5))
 
@@ -125,7 +130,9 @@ def test_numpy_seed_governs_arrays() -> None:
 
 @pytest.mark.parametrize("backend", FAST)
 def test_denormal_mode_changes_nothing(backend: str) -> None:
-    x = torch.from_numpy(np.concatenate([block_data(40, 32, 2), block_data(40, 32, 3) * np.float32(1e-38)]))
+    x = torch.from_numpy(
+        np.concatenate([block_data(40, 32, 2), block_data(40, 32, 3) * np.float32(1e-38)])
+    )
     formats = ("fp32", "bf16", "e8m0", "mxfp4", "nvfp4", "fp8_block_e4m3/fp32")
     want = {f: fpemu.encode(x, f, backend=backend) for f in formats}
     values = {f: want[f].decode() for f in formats}
@@ -197,7 +204,11 @@ def test_torch_bfloat16_and_numpy_agree_on_everything() -> None:
 def test_meta_and_views_keep_their_container() -> None:
     for fmt in FORMATS:
         y = fpemu.quantize(X, fmt)
-        assert isinstance(y, torch.Tensor) and (y.shape, y.dtype, y.device) == (X.shape, X.dtype, X.device)
+        assert isinstance(y, torch.Tensor) and (y.shape, y.dtype, y.device) == (
+            X.shape,
+            X.dtype,
+            X.device,
+        )
     scalar = fpemu.quantize(torch.tensor(1.07), "e4m3")
     assert scalar.shape == () and scalar.item() == 1.125
     assert fpemu.quantize(torch.arange(5), "e2m1").dtype == torch.float32

@@ -12,8 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import (
-    BF16, BLOCKS, DETERMINISTIC, ELEMENTS, FAST, OVERFLOWS, assert_same_bits, assert_same_parts,
-    block_data, give, patterns, request, specials, ties, views,
+    BF16,
+    BLOCKS,
+    DETERMINISTIC,
+    ELEMENTS,
+    FAST,
+    OVERFLOWS,
+    assert_same_bits,
+    assert_same_parts,
+    block_data,
+    give,
+    patterns,
+    request,
+    specials,
+    ties,
+    views,
 )  # fmt: skip
 
 import fpemu
@@ -38,7 +51,9 @@ def oracle_values(fmt: Any, parts: Parts, axis: int, dtype: Any) -> np.ndarray:
     return out
 
 
-def check(x: np.ndarray, fmt: Any, axis: int = -1, backends: Any = BACKENDS, **options: Any) -> None:
+def check(
+    x: np.ndarray, fmt: Any, axis: int = -1, backends: Any = BACKENDS, **options: Any
+) -> None:
     """encode, quantize and decode of every backend against one evaluation of the oracle."""
     told = dict(options)
     for name in ("seed", "stream", "offset"):
@@ -265,7 +280,9 @@ def test_decode_of_any_codes(fmt: str) -> None:
 
                 asked = getattr(torch, name)
             got = fpemu.decode(given, dtype=asked)
-            assert_same_bits(got, oracle_values(fmt, parts, 1, dtype), codes, f"{fmt} {name} {backend}")
+            assert_same_bits(
+                got, oracle_values(fmt, parts, 1, dtype), codes, f"{fmt} {name} {backend}"
+            )
 
 
 def test_user_formats() -> None:
@@ -320,7 +337,9 @@ def test_threads_and_chunks_do_not_matter() -> None:
         for backend in FAST:
             given = give(backend, x)
             whole = fpemu.encode(given, fmt, backend=backend)
-            parts = [fpemu.encode(given[i : i + 100], fmt, backend=backend) for i in range(0, 1500, 100)]
+            parts = [
+                fpemu.encode(given[i : i + 100], fmt, backend=backend) for i in range(0, 1500, 100)
+            ]
             got = np.concatenate([np.asarray(p.codes) for p in parts])
             assert_same_bits(got, np.asarray(whole.codes), x, f"{fmt} {backend}")
             drawn = fpemu.encode(given, fmt, backend=backend, **words)
@@ -328,5 +347,7 @@ def test_threads_and_chunks_do_not_matter() -> None:
                 given[300:307, :], fmt, backend=backend, offset=(x.shape, (300, 0)), **words
             )
             assert_same_bits(np.asarray(shard.codes), np.asarray(drawn.codes)[300:307])
-            ranged = fpemu.encode(given[300:307, :], fmt, backend=backend, offset=300 * 256, **words)
+            ranged = fpemu.encode(
+                given[300:307, :], fmt, backend=backend, offset=300 * 256, **words
+            )
             assert_same_bits(np.asarray(ranged.codes), np.asarray(drawn.codes)[300:307])

@@ -156,6 +156,20 @@ def test_verify_finds_a_planted_difference(monkeypatch: pytest.MonkeyPatch, name
     assert "FAILED: 8 results differ" in out
 
 
+def test_verify_says_so_when_nothing_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = selfcheck._outputs
+
+    def absent(x, fmt, backend, options):  # type: ignore[no-untyped-def]
+        if backend == "oracle":
+            return real(x, fmt, backend, options)
+        raise fpemu.BackendError(f"no {backend} here")
+
+    monkeypatch.setattr(selfcheck, "_outputs", absent)
+    out = run("verify", "e4m3", "--values", "64", code=1)
+    assert "numba: not checked: no numba here" in out
+    assert "no backend could be checked" in out
+
+
 def test_selfcheck_counts_bits_not_values() -> None:
     zeros = np.float32([0.0, -0.0])
     assert selfcheck._count_different(zeros, np.float32([0.0, 0.0])) == 1

@@ -87,7 +87,11 @@ def test_torch(name: str) -> None:
         with np.errstate(all="ignore"):
             wide = x.astype(np.float32)
             skip = e8m0_policy(x) if name == "e8m0" else None
-        theirs = torch.from_numpy(wide).to(dtype).view(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
+        theirs = (
+            torch.from_numpy(wide)
+            .to(dtype)
+            .view(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
+        )
         overflow = "sat" if name == "e4m3" and saturates else "nonsat"
         compare(name, x, theirs.numpy(), overflow, skip)
 
@@ -116,7 +120,11 @@ def test_gfloat(name: str, rounding: str) -> None:
 
 
 def test_numpy_float16() -> None:
-    for x in (patterns(np.float32, 1 << 18, 23), patterns(np.float64, 1 << 18, 24), ties("fp16", "float64")):
+    for x in (
+        patterns(np.float32, 1 << 18, 23),
+        patterns(np.float64, 1 << 18, 24),
+        ties("fp16", "float64"),
+    ):
         keep = ~np.isnan(x)
         with np.errstate(all="ignore"):
             theirs = x.astype(np.float16).view(np.uint16)
@@ -135,7 +143,9 @@ def test_numpy_float32() -> None:
 
 def test_torchao_mx() -> None:
     """MX scales and codes of torchao where it is installed (floor, finite blocks of normal scale)."""
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="torchao is not installed")
+    mx = pytest.importorskip(
+        "torchao.prototype.mx_formats.mx_tensor", reason="torchao is not installed"
+    )
     torch = pytest.importorskip("torch")
     to_mx: Callable = mx.to_mx
     x = np.random.default_rng(27).standard_normal((64, 128)).astype(np.float32)

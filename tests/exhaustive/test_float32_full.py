@@ -58,7 +58,9 @@ def breakpoints(fmt: Format, rounding: str, overflow: str, sign: int) -> tuple[n
             code = oracle.round_to(fmt, x, rounding, overflow)
             assert (order(np.array(code)) >= level) == (bits >= start)
     starts = np.append(low, INF_BITS)
-    infinity = oracle.round_to(fmt, oracle.from_bits(INF_BITS | sign, "float32"), rounding, overflow)
+    infinity = oracle.round_to(
+        fmt, oracle.from_bits(INF_BITS | sign, "float32"), rounding, overflow
+    )
     return starts, np.append(codes_at(low), infinity)
 
 

@@ -6,8 +6,18 @@ import numpy as np
 import pytest
 import reference
 from helpers import (
-    BLOCKS, DETERMINISTIC, ELEMENTS, FAST, OVERFLOWS, assert_same_bits, assert_same_parts,
-    block_data, decoded, give, patterns, ties,
+    BLOCKS,
+    DETERMINISTIC,
+    ELEMENTS,
+    FAST,
+    OVERFLOWS,
+    assert_same_bits,
+    assert_same_parts,
+    block_data,
+    decoded,
+    give,
+    patterns,
+    ties,
 )  # fmt: skip
 
 import fpemu

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import reference
 from helpers import (
-    BF16, DETERMINISTIC, ELEMENTS, FAST, OVERFLOWS, all16, as_numpy, assert_same_bits, decoded, give,
+    BF16,
+    DETERMINISTIC,
+    ELEMENTS,
+    FAST,
+    OVERFLOWS,
+    all16,
+    as_numpy,
+    assert_same_bits,
+    decoded,
+    give,
 )  # fmt: skip
 
 import fpemu

@@ -53,17 +53,30 @@ def operand(kind: str, fmt: Format, shape: tuple[int, int], rng: np.random.Gener
     if kind == "positive":
         return nearest(np.abs(x), fmt)
     if kind == "wide":
-        return nearest(np.ldexp(x, rng.integers(max(fmt.emin, -60), min(fmt.emax, 60) + 1, shape)), fmt)
+        return nearest(
+            np.ldexp(x, rng.integers(max(fmt.emin, -60), min(fmt.emax, 60) + 1, shape)), fmt
+        )
     if kind == "subnormal":
         return nearest(np.ldexp(x, fmt.emin - rng.integers(0, fmt.man_bits + 1, shape)), fmt)
     if kind == "overflow":
         return nearest(np.copysign(fmt.max * rng.uniform(0.5, 1, shape), x), fmt)
     if kind == "zeros":
-        return np.where(rng.random(shape) < 0.8, np.copysign(0, x), nearest(x, fmt)).astype(np.float32)
+        return np.where(rng.random(shape) < 0.8, np.copysign(0, x), nearest(x, fmt)).astype(
+            np.float32
+        )
     if kind in ("codes", "specials"):
         y = rng.choice(every, shape)
         if kind == "specials":
-            bad = [v for v, has in ((np.nan, fmt.has_nan), (np.inf, fmt.has_inf), (-np.inf, fmt.has_inf), (0.0, True)) if has]
+            bad = [
+                v
+                for v, has in (
+                    (np.nan, fmt.has_nan),
+                    (np.inf, fmt.has_inf),
+                    (-np.inf, fmt.has_inf),
+                    (0.0, True),
+                )
+                if has
+            ]
             where = rng.random(shape) < 0.02
             y[where] = rng.choice(np.array(bad, np.float32), int(where.sum()))
         return y.astype(np.float32)

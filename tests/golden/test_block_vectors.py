@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers import FAST, VECTORS, as_numpy, give, unhex, vectors
 
@@ -46,7 +45,9 @@ def _records() -> dict[str, list[dict[str, Any]]]:
 
 
 RECORDS = _records()
-needs_vectors = pytest.mark.skipif(not RECORDS, reason="recorded vectors are not beside this checkout")
+needs_vectors = pytest.mark.skipif(
+    not RECORDS, reason="recorded vectors are not beside this checkout"
+)
 
 
 def differing(record: dict[str, Any], fmt: str, backend: str, nan_codes: bool = False) -> str:

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import (
-    BF16, FAST, VECTORS, as_numpy, assert_same_bits, bits_of, give, patterns, request, vectors,
+    BF16,
+    FAST,
+    VECTORS,
+    as_numpy,
+    assert_same_bits,
+    bits_of,
+    give,
+    patterns,
+    request,
+    vectors,
 )  # fmt: skip
 
 import fpemu
@@ -142,7 +151,9 @@ def test_decode(case: dict[str, Any]) -> None:
     codes = np.array([int(c, 16) if isinstance(c, str) else c for c in case["input"]["codes"]])
     fmt = fpemu.get_format(case["fmt"])
     for backend in BACKENDS:
-        encoded = fpemu.encode(give(backend, np.zeros(len(codes), np.float32)), fmt, backend=backend)
+        encoded = fpemu.encode(
+            give(backend, np.zeros(len(codes), np.float32)), fmt, backend=backend
+        )
         encoded.codes = give(backend, codes.astype(fmt.code_dtype))
         got = as_numpy(encoded.decode())
         if "f32_bits" in case["expected"]:
@@ -246,7 +257,9 @@ def test_nvfp4_nan(case: dict[str, Any]) -> None:
 def test_subnormal_scales_count(case: dict[str, Any]) -> None:
     scales = np.array([[int(c, 16)] for c in case["input"]["block_scale_codes"]], np.uint8)
     codes = np.array([[int(c, 16) for c in row] for row in case["input"]["codes"]], np.uint8)
-    encoded = fpemu.Encoded(codes, scales, np.array(1, np.float32), fpemu.get_format("nvfp4"), 1, BF16)
+    encoded = fpemu.Encoded(
+        codes, scales, np.array(1, np.float32), fpemu.get_format("nvfp4"), 1, BF16
+    )
     want = np.array(case["expected"]["values"]).astype(BF16)
     assert_same_bits(encoded.decode().ravel(), want)
 
@@ -274,7 +287,9 @@ def test_2d_blocks_commute_with_transposition(case: dict[str, Any]) -> None:
 
 @of("block2d_quantize_shape")
 def test_2d_shapes(case: dict[str, Any]) -> None:
-    for shape, scales in zip(case["input"]["shapes"], case["expected"]["scales_shape"], strict=True):
+    for shape, scales in zip(
+        case["input"]["shapes"], case["expected"]["scales_shape"], strict=True
+    ):
         got = fpemu.encode(np.ones(shape, np.float32), "fp8_block_e4m3/2d")
         assert list(got.scales.shape) == scales
 
@@ -340,9 +355,13 @@ def test_layouts_and_empties(case: dict[str, Any]) -> None:
     """Memory layouts are in `tests/backends`; here the empty shapes with their scale shapes."""
     if "shapes" not in case["input"]:
         wide = patterns(np.float32, 64, 2).reshape(4, 16)
-        assert_same_bits(fpemu.encode(wide[:, :5], "e4m3").codes, fpemu.encode(wide, "e4m3").codes[:, :5])
+        assert_same_bits(
+            fpemu.encode(wide[:, :5], "e4m3").codes, fpemu.encode(wide, "e4m3").codes[:, :5]
+        )
         return
-    for shape, scales in zip(case["input"]["shapes"], case["expected"]["scales_shape"], strict=True):
+    for shape, scales in zip(
+        case["input"]["shapes"], case["expected"]["scales_shape"], strict=True
+    ):
         for fmt, block in (("mxfp4", 32), ("nvfp4", 16)):
             if block == 32 and shape[-1] == 16 and scales[-1] != 1:
                 continue

@@ -44,7 +44,9 @@ def test_cast_tables(backend: str) -> None:
         name, x = NAMES[record["format"]], unhex(record["input"])
         saturates = (record["impl"], record["format"]) in SATURATES
         overflow = "sat" if saturates else "nonsat"
-        got = as_numpy(fpemu.encode(give(backend, x), name, overflow=overflow, backend=backend).codes)
+        got = as_numpy(
+            fpemu.encode(give(backend, x), name, overflow=overflow, backend=backend).codes
+        )
         want, values = np.array(record["codes"], np.uint8), fpemu.get_format(name).values()
         both_nan = np.isnan(values[got]) & np.isnan(values[want])  # NaN codes are policy
         wrong = (got != want) & ~both_nan

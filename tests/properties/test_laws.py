@@ -40,7 +40,9 @@ def clean(x: np.ndarray, fmt: str) -> np.ndarray:
 
 
 @given(arrays(any_float), elements, roundings, overflows)
-def test_quantize_is_decode_of_encode(x: np.ndarray, fmt: str, rounding: str, overflow: str) -> None:
+def test_quantize_is_decode_of_encode(
+    x: np.ndarray, fmt: str, rounding: str, overflow: str
+) -> None:
     x, options = clean(x, fmt), {"rounding": rounding, "overflow": overflow}
     want = fpemu.decode(fpemu.encode(x, fmt, **options))
     assert_same_bits(fpemu.quantize(x, fmt, **options), want, x)
@@ -150,7 +152,9 @@ def test_stochastic_is_unbiased(fmt: str) -> None:
 @pytest.mark.parametrize("nbits", [1, 2, 4, 8])
 def test_few_random_bits_bias_toward_zero(nbits: int) -> None:
     """With n bits the fraction is cut to n bits: exactly floor(f 2^n) of 2^n words move away."""
-    words = (np.arange(1 << nbits, dtype=np.uint32) << np.uint32(32 - nbits)) | np.uint32(0xFFFFFF >> nbits)
+    words = (np.arange(1 << nbits, dtype=np.uint32) << np.uint32(32 - nbits)) | np.uint32(
+        0xFFFFFF >> nbits
+    )
     for eighths in range(8):
         x = np.full(len(words), 4 + eighths / 4, np.float32)  # E2M1: between 4 and 6
         y = fpemu.quantize(x, "e2m1", rounding="sr", random_bits=words, sr_bits=nbits)
@@ -198,7 +202,11 @@ def test_zeros_beyond_the_end_change_nothing(x: np.ndarray, fmt: str, more: int)
         assert_same_bits(np.ascontiguousarray(b.scales[:, : a.scales.shape[1]]), a.scales)
 
 
-@given(tables(any_float), st.sampled_from([*ELEMENTS, *BLOCKS]), st.sampled_from([*DETERMINISTIC, "sr"]))
+@given(
+    tables(any_float),
+    st.sampled_from([*ELEMENTS, *BLOCKS]),
+    st.sampled_from([*DETERMINISTIC, "sr"]),
+)
 def test_numpy_and_torch_agree(x: np.ndarray, fmt: str, rounding: str) -> None:
     pytest.importorskip("torch")
     x = clean(x, fmt)

@@ -108,7 +108,9 @@ def test_parameters(name: str) -> None:
 @pytest.mark.parametrize(("name", "code", "value"), SPECIAL_CODES)
 def test_special_codes(name: str, code: int, value: float) -> None:
     got = formats.get_format(name).values()[code]
-    assert np.isnan(got) if np.isnan(value) else (got, np.signbit(got)) == (value, np.signbit(value))
+    assert (
+        np.isnan(got) if np.isnan(value) else (got, np.signbit(got)) == (value, np.signbit(value))
+    )
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -121,7 +123,11 @@ def test_fp32_refuses_a_table_and_has_the_ieee_range() -> None:
     fp32 = formats.FP32  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="fp32"):
         fp32.values()
-    assert (fp32.max, fp32.min_normal, fp32.min_subnormal) == ((2 - P**-23) * P**127, P**-126, P**-149)
+    assert (fp32.max, fp32.min_normal, fp32.min_subnormal) == (
+        (2 - P**-23) * P**127,
+        P**-126,
+        P**-149,
+    )
 
 
 @pytest.mark.parametrize("name", SPEC)

@@ -6,8 +6,18 @@ import numpy as np
 import pytest
 import reference
 from helpers import (
-    BF16, BLOCKS, DETERMINISTIC, ELEMENTS, OVERFLOWS, all16, assert_same_bits, assert_same_parts,
-    block_data, patterns, request, ties,
+    BF16,
+    BLOCKS,
+    DETERMINISTIC,
+    ELEMENTS,
+    OVERFLOWS,
+    all16,
+    assert_same_bits,
+    assert_same_parts,
+    block_data,
+    patterns,
+    request,
+    ties,
 )  # fmt: skip
 
 from fpemu import formats

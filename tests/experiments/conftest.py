@@ -1,0 +1,37 @@
+"""One tiny training study, shared by the tests that look at its record and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments import harness, model, underflow
+
+TINY = underflow.Budget(
+    model.Shape(width=32, layers=1, heads=2, context=32),
+    model.Training(steps=4, batch=2, warmup=2),
+    captures=2,
+    draws=3,
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes ``--quick`` a matter of seconds."""
+    monkeypatch.setattr(underflow, "QUICK", TINY)
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the record and figures of a run of seconds."""
+    out = tmp_path_factory.mktemp("study")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(underflow, "QUICK", TINY)
+        assert underflow.main(["--quick", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def record(study: Path) -> dict:
+    return harness.read_record(study / "underflow.json")
