@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fpemu.encoded import Encoded
     from fpemu.errors import BackendError, FileFormatError, FpemuError
     from fpemu.formats import BlockFormat, Format, get_format, list_formats
+    from fpemu.gemm import matmul
     from fpemu.ops import decode, encode, quantize
     from fpemu.statistics import Stats, stats
 
@@ -35,11 +36,12 @@ _HOME = {
     "get_format": "formats",
     "get_num_threads": "backends.threads",
     "list_formats": "formats",
+    "matmul": "gemm",
     "quantize": "ops",
     "set_num_threads": "backends.threads",
     "stats": "statistics",
 }
-_MODULES = ("formats",)
+_MODULES = ("formats", "gemm")
 __all__ = sorted([*_HOME, *_MODULES, "__version__"])
 
 
