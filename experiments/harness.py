@@ -44,8 +44,9 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Keeps a description's line breaks and names the defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        shown = action.default not in (None, False, argparse.SUPPRESS)
-        return (action.help or "") + (" (default: %(default)s)" if shown else "")
+        text = action.help or ""
+        said = action.default in (None, False, argparse.SUPPRESS) or "(default" in text
+        return text if said else f"{text} (default: %(default)s)"
 
 
 def arguments(description: str, examples: str) -> argparse.ArgumentParser:
@@ -200,7 +201,8 @@ def versions(names: Sequence[str]) -> dict[str, str | None]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None  # fpemu: run from a checkout, not installed
+            # Run from a checkout, not installed: then the module says it.
+            found[name] = getattr(sys.modules.get(name), "__version__", None)
     return found
 
 

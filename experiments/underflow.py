@@ -118,7 +118,7 @@ class Tally:
             "subnormal_share": ratio(c["subnormal"], c["size"]),
             "saturated_share": ratio(c["saturated"], c["size"]),
             "worst_share": self.shares[worst],
-            "worst_layer": self.names[worst],
+            "worst_layer": self.names[worst] if self.shares[worst] else None,
             "sqnr_db_median": statistics.median(known),
             "sqnr_db_worst": min(known),
         }
@@ -172,7 +172,7 @@ class Study:
             (step, kind), np.zeros(HIGHEST - LOWEST + 1, np.int64)
         )
         histogram += exponent_counts(x)
-        self.zeros[step, kind] = self.zeros.get((step, kind), 0) + np.count_nonzero(x == 0)
+        self.zeros[step, kind] = self.zeros.get((step, kind), 0) + int((x == 0).sum())
         if kind in GRADIENTS:
             for block in DISTANCES:
                 counts = self.distances.setdefault((step, block), np.zeros(FARTHEST + 1, np.int64))
@@ -694,6 +694,8 @@ def verdict(cell: dict[tuple[str, str], dict[str, Any]], kind: str, formats: lis
     """One sentence: the format that loses most, and where."""
     fmt = max(formats, key=lambda f: cell[kind, f]["worst_share"])
     row = cell[kind, fmt]
+    if not row["underflow"]:
+        return "No format sends a non-zero value to zero."
     return (
         f"Worst: {fmt} sends {harness.percent(row['worst_share'])} % of the non-zero values of"
         f" {row['worst_layer']} ({kind}) to zero."

@@ -115,7 +115,7 @@ def power_of_two(k: float) -> str:
 def percent_axis(axes: Axes, which: str, lowest: float, every: int = 1) -> None:
     """A log axis up to 100 %, with a place for exact zero at its left or lower end.
 
-    `every` second decade is labelled, counted from 100 %.
+    `every` second decade is labelled, counted from 100 %, but not the one next to zero.
     """
     highest = 100.0
     getattr(axes, f"set_{which}scale")("log")
@@ -123,6 +123,7 @@ def percent_axis(axes: Axes, which: str, lowest: float, every: int = 1) -> None:
     axis = getattr(axes, f"{which}axis")
     axis.set_ticks([zero_place(lowest), *decades])
     shown = [i % every == 0 for i in range(len(decades))][::-1]
+    shown[0] = shown[0] and every == 1
     axis.set_ticklabels(
         ["0", *(f"{d:g}" if s else "" for d, s in zip(decades, shown, strict=True))]
     )
@@ -151,12 +152,15 @@ def text_on(background: float) -> str:
     return "white" if background > 0.55 else "black"
 
 
-def label_lines(axes: Axes, x: float, labels: Sequence[tuple[float, str, str]], gap: float) -> None:
-    """Labels to the right of x, pushed apart to at least `gap` (in points) where they would touch.
+def label_lines(
+    axes: Axes, x: float, labels: Sequence[tuple[float, str, str]], gap: float, side: str = "right"
+) -> None:
+    """Labels beside x, pushed apart to at least `gap` (in points) where they would touch.
 
     Parameters
     ----------
     labels : sequence of (y, text, colour)
+    side : {"right", "left"}
     """
     to_points = 72 / axes.figure.dpi
     wanted = sorted(
@@ -166,10 +170,9 @@ def label_lines(axes: Axes, x: float, labels: Sequence[tuple[float, str, str]], 
     groups: list[list[int]] = []
     for i in range(len(wanted)):
         groups.append([i])
-        while (
-            len(groups) > 1
-            and lowest_of(groups[-1], wanted, gap) < highest_of(groups[-2], wanted, gap) + gap
-        ):
+        while len(groups) > 1:
+            if lowest_of(groups[-1], wanted, gap) >= highest_of(groups[-2], wanted, gap) + gap:
+                break
             last = groups.pop()
             groups[-1] += last
     for group in groups:
@@ -177,8 +180,9 @@ def label_lines(axes: Axes, x: float, labels: Sequence[tuple[float, str, str]], 
         for k, i in enumerate(group):
             height, y, text, shade = wanted[i]
             axes.annotate(
-                text, (x, y), xytext=(4, bottom + k * gap - height), textcoords="offset points",
-                color=shade, va="center", annotation_clip=False, fontsize=7,
+                text, (x, y), xytext=(4 if side == "right" else -4, bottom + k * gap - height),
+                textcoords="offset points", ha="left" if side == "right" else "right", va="center",
+                color=shade, annotation_clip=False, fontsize=7,
             )  # fmt: skip
 
 

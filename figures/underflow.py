@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def last_step(rows: Rows) -> int:
 def main_kind(metrics: dict[str, Any]) -> str:
     """What the study is about: gradients, or the user's tensors."""
     return "gradient" if "gradient" in metrics["axes"] else "tensor"
+
+
+def unit_of(metrics: dict[str, Any]) -> str:
+    """What "the worst" is one of."""
+    return "layer" if main_kind(metrics) == "gradient" else "tensor"
 
 
 def kinds_of(metrics: dict[str, Any]) -> list[str]:
@@ -88,20 +94,34 @@ def loss_scale(record: dict[str, Any]) -> Figure:
     style.percent_axis(bottom, "y", least, every=2)
     what = TITLES[main_kind(record["metrics"])]
     top.set_title(f"Unscaled formats: {what}{when(record, step)}")
-    top.set_ylabel("become zero, % of non-zero\n(dots: all layers; thin: the worst)")
+    unit = unit_of(record["metrics"])
+    top.set_ylabel(f"become zero, % of non-zero\n(dots: all {unit}s; thin: the worst)")
     bottom.set_ylabel("beyond the\nlargest finite, %")
     bottom.set_xlabel("loss scale S")
     bottom.set_xticks([k for k in scales if k % 4 == 0])
     style.power_of_two_axis(bottom.xaxis)
-    bottom.set_xlim(scales[0] - 0.5, scales[-1] + 4)
+    # Label where the curves are farther apart: at the last scale, or (large values) at the first.
+    apart = {at: closest([style.on_log(zero[f], lowest)[at] for f in formats]) for at in (0, -1)}
+    at, side = (-1, "right") if apart[-1] >= min(apart[0], 1.5) else (0, "left")
+    bottom.set_xlim(scales[0] - (0.5 if side == "right" else 4), scales[-1] + (4 if at else 0.5))
     figure.draw_without_rendering()
-    for axes, values, low in ((top, zero, lowest), (bottom, over, least)):
-        ends = [(float(style.on_log(values[f], low)[-1]), f) for f in formats if any(values[f])]
-        style.label_lines(axes, scales[-1], [(y, f, style.colour(f)) for y, f in ends], gap=8.5)
+    ends = [(style.on_log(zero[f], lowest)[at], f, style.colour(f)) for f in formats]
+    style.label_lines(top, scales[at], ends, gap=8.5, side=side)
+    if side == "right":
+        over_ends = [
+            (style.on_log(over[f], least)[-1], f, style.colour(f)) for f in formats if any(over[f])
+        ]
+        style.label_lines(bottom, scales[-1], over_ends, gap=8.5)
     never = [f for f in formats if not any(over[f])]
     if never:
         bottom.text(0.02, 0.9, f"never: {', '.join(never)}", transform=bottom.transAxes, va="top")
     return figure
+
+
+def closest(values: list[float]) -> float:
+    """Ratio of the two nearest values."""
+    ordered = sorted(values)
+    return min((b / a for a, b in pairwise(ordered)), default=np.inf)
 
 
 # (b) Per tensor against per block ----------------------------------------------------------------
@@ -115,7 +135,7 @@ def formats(record: dict[str, Any]) -> Figure:
     rows = [row for row in rows if row["step"] == step]
     names = list(dict.fromkeys(row["format"] for row in rows))
     kinds = kinds_of(metrics)
-    table = metrics["formats"]
+    table, unit = metrics["formats"], unit_of(metrics)
     cell = {(row["kind"], row["format"]): row for row in rows}
     height = 0.9 + 2 * (0.145 * len(names) + 0.25)
     width = style.DOUBLE if len(kinds) > 1 else style.SINGLE * 1.2
@@ -160,7 +180,7 @@ def formats(record: dict[str, Any]) -> Figure:
     for axes in panels[1]:
         axes.set_xlabel("SQNR, dB")
     figure.suptitle(
-        "Dot: all layers together (SQNR: the median layer). Bar: the worst layer.\n"
+        f"Dot: all {unit}s together (SQNR: the median {unit}). Bar: the worst {unit}.\n"
         f"In brackets: how many values share a scale. {when(record, step)[2:].capitalize()}",
         x=0.01, ha="left", fontsize=7.5,
     )  # fmt: skip
@@ -235,14 +255,9 @@ def histogram(record: dict[str, Any]) -> Figure:
         )  # fmt: skip
         limit = max(limit, 1.25 * edge.max())
     bars.set_ylim(0, limit)
-    bars.text(
-        zero_at + 1.3,
-        0.97 * limit,
-        f"{zeros:.0f} % are\nexactly zero",
-        ha="left",
-        va="top",
-        fontsize=7,
-    )
+    if zeros:
+        text = f"{harness.percent(zeros / 100)} % are\nexactly zero"
+        bars.text(zero_at + 1.3, 0.97 * limit, text, ha="left", va="top", fontsize=7)
     bars.set_ylabel("% of all values")
     bars.set_title(f"Exponents of {TITLES[kind]}{when(record, last['step'])}")
     ticks = [k for k in range(left + 1, right + 1) if k % 8 == 0]
@@ -377,7 +392,8 @@ def rounding(record: dict[str, Any]) -> Figure:
             )
     kept.set_yticks(range(len(rows)), [row["format"] for row in rows])
     kept.axvline(100, color="#555555", linewidth=0.7)
-    kept.set_xlim(-6, 130)
+    highest = max((100 * row["kept_sr"] for row in rows if row["kept_sr"] is not None), default=0)
+    kept.set_xlim(-6, max(130, highest + 10))
     kept.set_xlabel("kept, % of what nearest flushes")
     kept.set_title("filled: to nearest; open: stochastic")
     bias.set_xscale("symlog", linthresh=0.01, linscale=0.6)
@@ -466,10 +482,11 @@ def training(record: dict[str, Any]) -> Figure:
     bottom.set_xlim(-0.01 * len(loss), 1.36 * len(loss))
     bottom.set_xticks([t for t in bottom.get_xticks() if 0 <= t <= len(loss)])
     figure.draw_without_rendering()
-    ends = [
-        (float(style.on_log([share[f, steps[-1]][0]], lowest)[0]), f, style.colour(f))
-        for f in chosen
-    ]
+    ends = []
+    for f in chosen:
+        (height,) = style.on_log([share[f, steps[-1]][0]], lowest)
+        unscaled = metrics["formats"][f]["shared"] == "unscaled"
+        ends.append((float(height), f"{f}, S = 1" if unscaled else f, style.colour(f)))
     style.label_lines(top, x[-1], ends, gap=8.5)
     return figure
 

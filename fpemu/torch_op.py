@@ -83,7 +83,6 @@ _LIBRARY.define(
 _LIBRARY.define(
     "within(Tensor x, str fmt, int axis, Tensor? amax, str? backend) -> Tensor", tags=(_PT2,)
 )
-_FAKE_DTYPES = {name: getattr(torch, name) for name in FLOAT_KINDS}
 
 
 def _quantize(

@@ -120,6 +120,8 @@ def matmul(
     if plan is None and (left.tensor_scale is not None or right.tensor_scale is not None):
         plan = recipes.SCALED
     check_out(row, out, plan)
+    for x in (left, right):
+        _check_place_for_scales(row, plan, x)
     lead, request = build_request(row, out if plan is None else "fp32", left, right, c)
     request.progress = progress
     module = _backend(row, backend, left.device)
@@ -133,7 +135,7 @@ def matmul(
                 raise not_values(x.name, count, operand.values.size, element)
         return d
 
-    with ieee_mode():
+    with ieee_mode(), np.errstate(all="ignore"):
         if plan is None:
             _check_no_recipe(scale_a, scale_b, bias, scale_result, split_k)
             d = _rounded(run(request), out)
@@ -275,19 +277,22 @@ def build_request(
             f"matmul: a is {left.shape} and b is {right.shape}; the dimensions before the last two"
             " must broadcast. Insert ones, or reshape."
         ) from None
-    operands = []
     size = _scale_size(unit, left, right)
-    for x, element, axis in ((left, unit.a, -1), (right, unit.b, -2)):
-        _check_format(unit, x, element, axis)
-        values = x.values(element)
-        index = np.arange(prod(x.shape[:-2]), dtype=np.int64).reshape(x.shape[:-2])
-        index = np.broadcast_to(index, lead).ravel()
-        scales = None if unit.scale is None else _scales(unit, x, axis, size)
-        flat = values.reshape(prod(x.shape[:-2]), *x.shape[-2:])
-        operands.append(Operand(flat, index, scales))
+    a, b = _operand(unit, left, unit.a, -1, lead, size), _operand(unit, right, unit.b, -2, lead, size)
     shape = (*lead, left.shape[-2], right.shape[-1])
     start = np.zeros(shape, np.float32) if c is None else _start(c, out, shape)
-    return lead, Request(unit, out, *operands, start.reshape(prod(lead), *shape[-2:]))
+    return lead, Request(unit, out, a, b, start.reshape(prod(lead), *shape[-2:]))
+
+
+def _operand(
+    unit: Unit, x: Array, element: Format, axis: int, lead: tuple[int, ...], size: int
+) -> Operand:
+    _check_format(unit, x, element, axis)
+    count = prod(x.shape[:-2])
+    values = x.values(element).reshape(count, *x.shape[-2:])
+    index = np.broadcast_to(np.arange(count, dtype=np.int64).reshape(x.shape[:-2]), lead)
+    scales = None if unit.scale is None else _scales(unit, x, axis, size)
+    return Operand(values, np.ascontiguousarray(index).ravel(), scales)
 
 
 def _start(c: Any, out: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -337,6 +342,19 @@ def _check_format(unit: Unit, x: Array, element: Format, axis: int) -> None:
         raise ValueError(
             f"matmul: the scales of {x.name} lie along axis {x.encoded.axis}; they must lie along K,"
             f" which is axis {len(x.shape) + axis}. Encode it with axis={axis}."
+        )
+
+
+def _check_place_for_scales(unit: Unit, plan: Recipe | None, x: Array) -> None:
+    """Block scales go into the unit, or into a recipe that promotes with them."""
+    if x.encoded is None or x.encoded.scales is None or unit.scale is not None:
+        return
+    single = x.encoded.scales.dtype.itemsize == 4
+    if not (single and plan is not None and plan.scaling == "blocks"):
+        raise ValueError(
+            f"matmul: {x.name} is encoded as {x.encoded.format.name!r}, and unit {unit.name!r} does"
+            " not take its block scales. Use"
+            + (" recipe='deepgemm.1d2d' or 'deepgemm.1d1d'." if single else " a block-scaled unit.")
         )
 
 

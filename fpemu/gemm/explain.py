@@ -180,7 +180,8 @@ def explain(
         if count := oracle.not_values(operand.values, fmt):
             raise not_values(x.name, count, operand.values.size, fmt)
     a, b = request.a.values.ravel().tolist(), request.b.values.ravel().tolist()
-    start, scales = float(request.c.item()), ([], [], 0)
+    start = float(request.c.item())
+    scales: tuple[list[float], list[float], int] = ([], [], 0)
     if request.a.scales is not None and request.b.scales is not None:
         s, t = (oracle.scale_values(x.scales, 0).ravel().tolist() for x in (request.a, request.b))  # type: ignore[union-attr]
         scales = (s, t, request.a.scales.size)

@@ -151,47 +151,48 @@ def group_gemm(
 
 
 @jit
-def sequential(a, b, d, row0, row1, depth, cols):
+def sequential(a, b, d, row0, row1, col0, col1, depth, cols):
     """d[rows, cols] += a[rows, depth] @ b[depth, cols]: product and sum rounded, in order of k."""
     for i in range(row0, row1):
         row = d[i * cols : (i + 1) * cols]
         for k in range(depth):
             x, column = a[i * depth + k], b[k * cols : (k + 1) * cols]
-            for j in range(cols):
+            for j in range(col0, col1):
                 row[j] = row[j] + x * column[j]
 
 
 @jit
-def fused(a, b, d, row0, row1, depth, cols):
+def fused(a, b, d, row0, row1, col0, col1, depth, cols):
     """`sequential` with one rounding for product and sum."""
     for i in range(row0, row1):
         row = d[i * cols : (i + 1) * cols]
         for k in range(depth):
             x, column = a[i * depth + k], b[k * cols : (k + 1) * cols]
-            for j in range(cols):
+            for j in range(col0, col1):
                 row[j] = fma(x, column[j], row[j])
 
 
 @jit
-def pairwise(a, b, d, row0, row1, depth, cols):
+def pairwise(a, b, d, row0, row1, col0, col1, depth, cols):
     """Products rounded, then neighbours added until one is left (an odd last one moves up); c last."""
-    level = np.empty(max(depth, 1) * cols, np.float32)
+    level = np.empty((depth, 16), np.float32)
     for i in range(row0, row1):
-        level[:cols] = 0
-        for k in range(depth):
-            x = a[i * depth + k]
-            for j in range(cols):
-                level[k * cols + j] = x * b[k * cols + j]
-        n = depth
-        while n > 1:
-            for k in range(n // 2):
-                for j in range(cols):
-                    level[k * cols + j] = level[2 * k * cols + j] + level[(2 * k + 1) * cols + j]
-            if n % 2:
-                level[n // 2 * cols : (n // 2 + 1) * cols] = level[(n - 1) * cols : n * cols]
-            n = (n + 1) // 2
-        for j in range(cols):
-            d[i * cols + j] = d[i * cols + j] + level[j]
+        for j in range(col0, col1, 16):
+            n = min(16, col1 - j)
+            for k in range(depth):
+                for lane in range(n):
+                    level[k, lane] = a[i * depth + k] * b[k * cols + j + lane]
+            left = depth
+            while left > 1:
+                for k in range(left // 2):
+                    for lane in range(n):
+                        level[k, lane] = level[2 * k, lane] + level[2 * k + 1, lane]
+                if left % 2:
+                    for lane in range(n):
+                        level[left // 2, lane] = level[left - 1, lane]
+                left = (left + 1) // 2
+            for lane in range(n):
+                d[i * cols + j + lane] = d[i * cols + j + lane] + level[0, lane]
 
 
 # The exact sum as a fixed-point number: 32 bits a limb from 2**-298 (the least product of two
@@ -264,11 +265,11 @@ def _rounded(limbs, man_bits, emin, emax):
 
 
 @jit
-def exact(a, b, d, row0, row1, depth, cols, man_bits, emin, emax):
+def exact(a, b, d, row0, row1, col0, col1, depth, cols, man_bits, emin, emax):
     """d (float32) = a @ b + d with one rounding to nearest even."""
     limbs = np.zeros(_LIMBS, np.int64)
     for i in range(row0, row1):
-        for j in range(cols):
+        for j in range(col0, col1):
             limbs[:] = 0
             special = np.float32(0)
             for k in range(depth + 1):

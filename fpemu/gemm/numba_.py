@@ -255,30 +255,61 @@ def _grouped(request: Request) -> np.ndarray:
     return result
 
 
-_REFERENCES = {"sequential": loops.sequential, "fma": loops.fused, "pairwise": loops.pairwise}
+_REFERENCES: dict[str, Any] = {
+    "sequential": loops.sequential,
+    "fma": loops.fused,
+    "pairwise": loops.pairwise,
+    "exact": loops.exact,
+}
 
 
 def _reference(request: Request) -> np.ndarray:
-    """float32 loops; the result's NaNs are the units'."""
-    result = np.ascontiguousarray(request.c, np.float32).copy()
-    a, b, depth = request.a, request.b, request.depth
-    matrices, rows, cols = result.shape
+    """float32 sums as the unit's name says; the NaNs are the units'."""
+    a, b, depth, order = request.a, request.b, request.depth, request.unit.order
     fmt: Format = FP32 if request.out == "fp32" else FP16
-    order = request.unit.order
-    end = (fmt.man_bits, fmt.emin, fmt.emax) if order == "exact" else ()
-    loop = loops.exact if order == "exact" else _REFERENCES[order]
-    lefts, rights = (x.values.reshape(len(x.values), -1) for x in (a, b))
+    result = np.array(request.c, np.float32, order="C")
+    if order == "exact" and _fits_float64(request):
+        for m, (i, j) in enumerate(zip(a.index, b.index, strict=True)):
+            total = a.values[i].astype(np.float64) @ b.values[j].astype(np.float64) + result[m] + 0.0
+            result[m] = total if request.out == "fp32" else total.astype(np.float16)
+        return result
+    matrices, rows, cols = result.shape
+    loop, end = _REFERENCES[order], (fmt.man_bits, fmt.emin, fmt.emax) if order == "exact" else ()
+    lefts, rights, flat = (
+        x.reshape(len(x), x.shape[1] * x.shape[2]) for x in (a.values, b.values, result)
+    )
 
     def piece(m0: int, m1: int, r0: int, r1: int, p0: int, p1: int) -> None:
         for m in range(m0, m1):
             left, right = lefts[a.index[m]], rights[b.index[m]]
-            loop(left, right, result[m].reshape(-1), r0, r1, depth, cols, *end)
+            loop(left, right, flat[m], r0, r1, p0 * 16, min(p1 * 16, cols), depth, cols, *end)
 
-    whole = [(m0, m1, r0, min(r1, rows), 0, 0) for m0, m1, r0, r1, p0, _ in
-             _pieces(matrices, rows, -(-cols // 16), 8 * depth) if p0 == 0]  # fmt: skip
-    _run(request, piece, whole)
+    _run(request, piece, _pieces(matrices, rows, -(-cols // 16), 8 * depth))
     result.view(np.uint32)[np.isnan(result)] = 0x7FFFFFFF
     return result
+
+
+def _fits_float64(request: Request) -> bool:
+    """Whether every sum is an integer below 2**53 times one power of two: then a float64 product
+    is exact in whatever order it adds."""
+    spans = []
+    for x in (request.a.values, request.b.values, request.c):
+        mag = x.view(np.int32) & 0x7FFFFFFF
+        top = int(mag.max(initial=0))
+        if top >= 0x7F800000:
+            return False
+        sig, field = (mag & 0x7FFFFF) | ((mag >= 1 << 23) << 23), np.maximum(mag >> 23, 1)
+        lowest = field - 150 + np.where(sig, _trailing_zeros(sig), 1 << 20)
+        spans.append((int(lowest.min(initial=1 << 20)), max(top >> 23, 1) - 126))
+    (low_a, high_a), (low_b, high_b), (low_c, high_c) = spans
+    low = min(low_a + low_b, low_c)
+    high = max(high_a + high_b + max(request.depth - 1, 0).bit_length(), high_c) + 1
+    return low > -1000 and high - low <= 53
+
+
+def _trailing_zeros(x: np.ndarray) -> np.ndarray:
+    """Of positive integers below 2**24, from the exponent of the lowest set bit as a float."""
+    return ((x & -x).astype(np.float32).view(np.int32) >> 23) - 127
 
 
 def _run(request: Request, piece: Any, pieces: list[tuple[int, ...]]) -> None:

@@ -216,6 +216,8 @@ def dot(
 
     `scale_a` and `scale_b` are the scales along the whole of K, one per scale block.
     """
+    if not len(a):
+        return [Step(result=c)]
     if unit.is_reference:
         return [Step(result=_REFERENCES[unit.order](out, list(zip(a, b, strict=True)), c))]
     if unit.order == "pairs":
@@ -228,7 +230,7 @@ def dot(
         steps.append(block(unit, out, a[k], b[k], c, scale_a[g], scale_b[g], size))
         steps[-1].k = list(range(start, min(start + unit.L, len(a)), unit.group))
         c = steps[-1].result
-    return steps or [Step(result=c)]
+    return steps
 
 
 def _pairs(unit: Unit, out: str, a: Sequence[float], b: Sequence[float], c: float) -> list[Step]:
@@ -244,13 +246,13 @@ def _pairs(unit: Unit, out: str, a: Sequence[float], b: Sequence[float], c: floa
             chain = steps[-1].result
         c = late(out, c, chain)
         steps.append(Step(result=c))
-    return steps or [Step(result=c)]
+    return steps
 
 
 def late(out: str, c: float, partial: float, factor: float = 1.0) -> float:
     """``c + factor * partial`` rounded once to nearest even: a fused multiply-add."""
     if not all(map(math.isfinite, (c, partial, factor))):
-        return float(np.float64(c) + np.float64(factor) * np.float64(partial))
+        return c + factor * partial
     return _ieee(out, Fraction(c) + Fraction(factor) * Fraction(partial), factor * partial + c)
 
 
@@ -312,7 +314,7 @@ def _fma(out: str, pairs: list[tuple[float, float]], c: float) -> float:
 
 
 def _pairwise(out: str, pairs: list[tuple[float, float]], c: float) -> float:
-    level = [_multiply(x, y) for x, y in pairs] or [0.0]
+    level = [_multiply(x, y) for x, y in pairs]
     while len(level) > 1:
         odd = [level[-1]] if len(level) % 2 else []
         level = [_add(x, y) for x, y in zip(level[0::2], level[1::2], strict=False)] + odd

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fpemu.errors import unknown
-from fpemu.formats import BlockFormat
 from fpemu.gemm.request import Operand, Request
 from fpemu.gemm.units import Unit
 
@@ -178,16 +177,8 @@ def run(
 
 def _scale(recipe: Recipe, given: Given, name: str) -> np.ndarray | None:
     """The scales of an operand: the argument's, else what its Encoded carries."""
-    encoded = given.encoded
-    own = None
-    if encoded is not None and isinstance(encoded.format, BlockFormat):
-        fp32_blocks = encoded.scales is not None and encoded.scales.dtype.itemsize == 4
-        if fp32_blocks and recipe.scaling != "blocks":
-            raise ValueError(
-                f"matmul: {name} is encoded as {encoded.format.name!r}, with float32 scales for"
-                f" blocks of {BLOCK}; recipe {recipe.name!r} has no place for them. Use"
-                " recipe='deepgemm.1d2d' or 'deepgemm.1d1d'."
-            )
+    encoded, own = given.encoded, None
+    if encoded is not None:
         own = encoded.scales if recipe.scaling == "blocks" else encoded.tensor_scale
         own = None if own is None else np.asarray(own.cpu() if hasattr(own, "cpu") else own)
     if own is not None and given.scale is not None:

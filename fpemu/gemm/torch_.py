@@ -78,6 +78,10 @@ def _bad(values: np.ndarray, fmt: Format) -> int:
     return int(np.where(field == 255, special, bad).sum())
 
 
+def _tensor(array: np.ndarray, device: Any) -> Tensor:
+    return torch.from_numpy(np.array(array, order="C")).to(device)
+
+
 class _Side:
     """One operand's rows (or columns), along K: [rows, K] for both."""
 
@@ -87,14 +91,11 @@ class _Side:
         unit = request.unit
         is_a = operand is request.a
         flip = (lambda x: x) if is_a else (lambda x: np.swapaxes(x, 0, 1))
-        values = torch.from_numpy(np.ascontiguousarray(flip(operand.values[matrix])[part]))
-        self.values = values.to(device)
+        self.values = _tensor(flip(operand.values[matrix])[part], device)
         factor = request.factor_a if is_a else request.factor_b
         self.factor = None
         if factor is not None:
-            self.factor = torch.from_numpy(np.ascontiguousarray(flip(factor[matrix])[part])).to(
-                device
-            )
+            self.factor = _tensor(flip(factor[matrix])[part], device)
         if unit.is_reference:
             return
         # Sign and infinities only: what a special sum needs to know.
@@ -114,8 +115,9 @@ class _Side:
         self.sig = torch.where(bits < 0, -sig, sig)
         self.scale_sig = self.scale_exp = None
         if operand.scales is not None:
-            scales = [np.ascontiguousarray(flip(s[matrix])[part]) for s in operand.scales[:2]]
-            self.scale_sig, self.scale_exp = (torch.from_numpy(s).to(device) for s in scales)
+            self.scale_sig, self.scale_exp = (
+                _tensor(flip(s[matrix])[part], device) for s in operand.scales[:2]
+            )
             self.size = operand.scales.size
 
     def at(self, k: Any, axis: int) -> tuple[Tensor, Tensor, Tensor]:

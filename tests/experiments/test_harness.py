@@ -34,6 +34,7 @@ def test_a_record_says_what_was_asked_measured_and_how(tmp_path):
     assert origin["argv"] == ["experiments/trial.py", "--seed", "3"]
     assert set(origin["git"]) == {"commit", "dirty"}
     assert origin["versions"]["numpy"] == np.__version__
+    assert origin["versions"]["fpemu"]
     assert origin["device"]
     assert origin["seconds"] >= 0
     assert harness.read_record(path) == record
@@ -54,7 +55,7 @@ def test_a_failed_run_is_a_record_that_says_failed_and_raises(tmp_path):
     assert record["error"] == "ArithmeticError: loss is NaN at step 7"
     assert record["metrics"] == {}  # no half a result
     assert record["point"] == POINT
-    with pytest.raises(ValueError, match="records a failure .*step 7"):
+    with pytest.raises(ValueError, match=r"records a failure .*step 7"):
         harness.read_record(path)
 
 

@@ -29,7 +29,7 @@ def test_the_text_is_real_and_split_without_overlap(text):
 
 def test_a_python_without_the_text_is_told_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(RuntimeError, match="lacks the module pydoc_data.topics"):
+    with pytest.raises(RuntimeError, match=r"lacks the module pydoc_data\.topics"):
         model.corpus()
 
 

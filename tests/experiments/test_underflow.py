@@ -287,8 +287,11 @@ def test_a_tiny_run_measures_everything(study, record):
     for row in metrics["by_layer"]:
         worst = rows[3, row["kind"], row["format"]]
         assert max(row["underflow"]) == worst["worst_share"]
-        at = metrics["layers"].index(worst["worst_layer"])
-        assert row["underflow"][at] == worst["worst_share"]
+        if worst["underflow"]:
+            at = metrics["layers"].index(worst["worst_layer"])
+            assert row["underflow"][at] == worst["worst_share"]
+        else:
+            assert worst["worst_layer"] is None
     assert (study / "underflow.json").stat().st_size < 300_000
 
 
@@ -441,6 +444,8 @@ def test_help_teaches_the_question(capsys):
     text = capsys.readouterr().out
     for part in ("loss scale", "stochastic rounding", "--tensor FILE", "examples:"):
         assert part in text
+    assert text.count("default: eleven") == 1
+    assert "('bf16'" not in text  # said in words, not as a tuple
 
 
 def test_a_tally_without_tensors_is_not_mistaken_for_good_news():

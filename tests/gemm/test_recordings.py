@@ -59,7 +59,11 @@ def unit_of(gpu: str, fmt: str, out: str) -> str:
 
 
 def test_no_set_is_left_out() -> None:
-    names = {name.rsplit("/", 1)[0] + "/" + name.rsplit("_", 1)[1] for name in recordings() if "/D_" in name}
+    names = {
+        name.rsplit("/", 1)[0] + "/" + name.rsplit("_", 1)[1]
+        for name in recordings()
+        if "/D_" in name
+    }
     assert names == {"/".join(s) for s in sets()}
 
 
@@ -72,7 +76,9 @@ def test_hardware(gpu: str, fmt: str, out: str, backend: str) -> None:
     name = unit_of(gpu, fmt, out)
     if name.startswith("hopper.wgmma.e"):
         c = np.zeros_like(c)  # recorded with c = 0; the set's C file was not used
-    got = matmul(a[:, None, :], b[:, :, None], unit=name, c=c[:, None, None], out=out, backend=backend)
+    got = matmul(
+        a[:, None, :], b[:, :, None], unit=name, c=c[:, None, None], out=out, backend=backend
+    )
     assert_same_bits(got[:, 0, 0].astype(np.float32), want, note=f"{gpu} {fmt} {out} by {name}")
 
 
@@ -161,7 +167,14 @@ def operands(case: dict[str, Any]) -> tuple[Any, Any]:
         code_array, scale_array = bytes_
         scale_shape = (m, -1) if axis == 1 else (-1, n)
         sides.append(
-            Encoded(code_array.reshape(shape), scale_array.reshape(scale_shape), None, row, axis, np.float32)
+            Encoded(
+                code_array.reshape(shape),
+                scale_array.reshape(scale_shape),
+                None,
+                row,
+                axis,
+                np.float32,
+            )
         )
     return sides[0], sides[1]
 
