@@ -34,11 +34,15 @@ class Number(NamedTuple):
 
     @property
     def is_nan(self) -> bool:
-        return self.size != self.size
+        return type(self.size) is float and math.isnan(self.size)
 
     @property
     def is_inf(self) -> bool:
-        return self.size == math.inf
+        return type(self.size) is float and math.isinf(self.size)
+
+    @property
+    def is_zero(self) -> bool:
+        return not self.size
 
     @property
     def exact(self) -> Fraction:
@@ -60,7 +64,7 @@ def number(value: float | Fraction) -> Number:
 def times(a: Number, b: Number) -> Number:
     """Exact product, with the special cases of IEEE 754."""
     negative = a.negative != b.negative
-    if a.is_nan or b.is_nan or (a.is_inf and b.size == 0) or (a.size == 0 and b.is_inf):
+    if a.is_nan or b.is_nan or (a.is_inf and b.is_zero) or (a.is_zero and b.is_inf):
         return NAN
     if a.is_inf or b.is_inf:
         return Number(negative, math.inf)
@@ -70,9 +74,9 @@ def times(a: Number, b: Number) -> Number:
 def over(a: Number, b: Number) -> Number:
     """Exact quotient, with the special cases of IEEE 754."""
     negative = a.negative != b.negative
-    if a.is_nan or b.is_nan or (a.is_inf and b.is_inf) or (a.size == 0 and b.size == 0):
+    if a.is_nan or b.is_nan or (a.is_inf and b.is_inf) or (a.is_zero and b.is_zero):
         return NAN
-    if a.is_inf or b.size == 0:
+    if a.is_inf or b.is_zero:
         return Number(negative, math.inf)
     return Number(negative, Fraction(0) if b.is_inf else a.exact / b.exact)
 
@@ -124,7 +128,7 @@ def to_bits(x: Number, kind: str) -> int:
         return infinity | 1 << (man_bits - 1)
     if x.is_inf:
         return sign | infinity
-    if x.size == 0:
+    if x.is_zero:
         return sign
     exp = max(floor_log2(x.exact), 1 - bias)
     step = pow2(exp - man_bits)
@@ -266,7 +270,7 @@ def round_to(
         if g.nan is None and fmt.exp_bits == 0:
             raise ValueError(f"round_to: {fmt.name} has no code for NaN. Remove NaN from x.")
         return g.max_code if g.nan is None else g.nan
-    if x.negative and x.size != 0 and not fmt.signed:
+    if x.negative and not x.is_zero and not fmt.signed:
         assert g.nan is not None
         return g.nan
     if x.is_inf:
@@ -381,7 +385,7 @@ def mx_scale(fmt: BlockFormat, amax: Number) -> Scale:
     if amax.is_nan or amax.is_inf:
         return Scale(0xFF, None)
     byte = 0
-    if amax.size != 0:
+    if not amax.is_zero:
         a, element = amax.exact, grid(fmt.element)
         emax = floor_log2(element.largest)
         # Significant digits of an element: the mantissa with its leading one.
@@ -404,7 +408,7 @@ def nvfp4_tensor(fmt: BlockFormat, amax: Number) -> tuple[Number, Number]:
     assert fmt.scale is not None
     top = number(grid(fmt.element).largest * grid(fmt.scale).largest)
     s = fl(over(top, amax))
-    if amax.size == 0 or s.size == 0:
+    if amax.is_zero or s.is_zero:
         return ONE, ONE
     if s.is_inf:
         return FLT_MAX, fl(over(ONE, FLT_MAX))
@@ -427,7 +431,7 @@ def nvfp4_scale(fmt: BlockFormat, amax: Number, s: Number) -> Scale:
 
 def fp8_scale(fmt: BlockFormat, amax: Number) -> tuple[Number, Number]:
     """The encode scale fl(max/amax), and the decode scale fl(1/scale) that is stored."""
-    if amax.size == 0 or amax.is_inf:
+    if amax.is_zero or amax.is_inf:
         scale = ONE
     else:
         scale = at_most(fl(over(number(grid(fmt.element).largest), amax)), FLT_MAX)

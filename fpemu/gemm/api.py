@@ -7,6 +7,7 @@ linear in the operands, and the bits are then the same by construction.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from math import prod
@@ -15,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from fpemu.backends import element_format
-from fpemu.backends.floatmode import ieee_mode
 from fpemu.casting import value_table
 from fpemu.encoded import Encoded
 from fpemu.errors import BackendError, unknown
@@ -135,7 +135,7 @@ def matmul(
                 raise not_values(x.name, count, operand.values.size, element)
         return d
 
-    with ieee_mode(), np.errstate(all="ignore"):
+    with _ieee_mode(), np.errstate(all="ignore"):
         if plan is None:
             _check_no_recipe(scale_a, scale_b, bias, scale_result, split_k)
             d = _rounded(run(request), out)
@@ -278,7 +278,10 @@ def build_request(
             " must broadcast. Insert ones, or reshape."
         ) from None
     size = _scale_size(unit, left, right)
-    a, b = _operand(unit, left, unit.a, -1, lead, size), _operand(unit, right, unit.b, -2, lead, size)
+    a, b = (
+        _operand(unit, left, unit.a, -1, lead, size),
+        _operand(unit, right, unit.b, -2, lead, size),
+    )
     shape = (*lead, left.shape[-2], right.shape[-1])
     start = np.zeros(shape, np.float32) if c is None else _start(c, out, shape)
     return lead, Request(unit, out, a, b, start.reshape(prod(lead), *shape[-2:]))
@@ -387,6 +390,15 @@ def _scales(unit: Unit, x: Array, axis: int, size: int) -> Scales:
         codes = codes[..., :rows, :] if axis == -1 else codes[..., :cols]
     values = value_table(unit.scale)[codes].reshape(prod(lead), *codes.shape[-2:])
     return split_scales(values, unit.scale, size)
+
+
+def _ieee_mode() -> Any:
+    """No subnormal is flushed while the kernels and the float32 steps of a recipe run."""
+    if find_spec("numba") is None:
+        return nullcontext()
+    from fpemu.backends.floatmode import ieee_mode
+
+    return ieee_mode()
 
 
 # Backends and results ------------------------------------------------------------------------------

@@ -270,7 +270,9 @@ def _reference(request: Request) -> np.ndarray:
     result = np.array(request.c, np.float32, order="C")
     if order == "exact" and _fits_float64(request):
         for m, (i, j) in enumerate(zip(a.index, b.index, strict=True)):
-            total = a.values[i].astype(np.float64) @ b.values[j].astype(np.float64) + result[m] + 0.0
+            total = (
+                a.values[i].astype(np.float64) @ b.values[j].astype(np.float64) + result[m] + 0.0
+            )
             result[m] = total if request.out == "fp32" else total.astype(np.float16)
         return result
     matrices, rows, cols = result.shape

@@ -33,7 +33,8 @@ def run_pieces(
                 from rich.console import Console
                 from rich.progress import Progress
 
-                bar = Progress(console=Console(stderr=True), transient=True)
+                console = Console(stderr=True)
+                bar = Progress(console=console, transient=console.is_terminal)
                 bar.add_task("matmul", total=len(pieces))
                 bar.start()
             if bar is not None:

@@ -60,7 +60,7 @@ def test_stochastic(name: str, backend: str) -> None:
         words = patterns(np.uint32, len(x), 12)
         words[::5] = np.where(words[::5] & 1, 0xFFFFFFFF, 0)
         for nbits in (32, 31, 8, 1):
-            for overflow in OVERFLOWS:
+            for overflow in OVERFLOWS if nbits == 32 else ("sat",):
                 want = reference.cast(exact, fmt, "sr", overflow, words, nbits)
                 options = {"random_bits": give(backend, words), "sr_bits": nbits}
                 options |= {"rounding": "sr", "overflow": overflow, "backend": backend}

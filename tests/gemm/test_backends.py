@@ -12,7 +12,7 @@ from gemm.cases import KINDS, Case, case, cases
 from helpers import BF16, FAST, assert_same_bits
 
 import fpemu
-from fpemu.gemm import Unit, get_unit, list_units, loops, matmul, numba_, oracle, torch_
+from fpemu.gemm import Unit, get_unit, list_units, loops, matmul, numba_, oracle, progress, torch_
 
 #: Rows that differ from these in a, b or the architecture's name only.
 DISTINCT = {}
@@ -249,3 +249,41 @@ def test_teeth(change: dict[str, Any], backend: str) -> None:
         )
     ]  # fmt: skip
     assert differ
+
+
+def test_tiles_of_scales_are_rows_of_scales() -> None:
+    """A weight with 16x16 scales gives the bits of the same codes with a scale per column."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((5, 70), (70, 37)))
+    a = fpemu.encode(x, "nvfp4/1level")
+    tiles = fpemu.encode(w, "nvfp4/2d")
+    scales = np.repeat(tiles.scales, 16, 1)[:, :37]
+    columns = fpemu.Encoded(
+        tiles.codes, scales, tiles.tensor_scale, fpemu.get_format("nvfp4"), 0, np.dtype(np.float32)
+    )
+    unit = "blackwell.tcgen05.nvfp4"
+    assert_same_bits(matmul(a, tiles, unit=unit), matmul(a, columns, unit=unit))
+
+
+def test_a_bar_for_long_products(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(numba_, "_LEAST", 1 << 10)
+    k = case("normal", get_unit("hopper.wgmma.e4m3"), 300, 64, 64)
+    want = run(k, "hopper.wgmma.e4m3", progress=False)
+    assert capsys.readouterr().err == ""
+    assert_same_bits(run(k, "hopper.wgmma.e4m3", progress=True), want)
+    assert "matmul" in capsys.readouterr().err
+
+
+def test_large_sums_of_references() -> None:
+    """Exact sums that float64 holds, and those that it does not, are rounded once."""
+    rng = np.random.default_rng(0)
+    for depth, fmt in ((4000, "e4m3"), (40, "bf16"), (33, "fp16")):
+        a = fpemu.quantize(rng.standard_normal((2, depth)).astype(np.float32), fmt)
+        b = fpemu.quantize(rng.standard_normal((depth, 3)).astype(np.float32), fmt)
+        c = rng.standard_normal((2, 3)).astype(np.float32)
+        for out in ("fp32", "fp16"):
+            got = matmul(a, b, unit="exact", c=c, out=out)
+            assert_same_bits(got, matmul(a, b, unit="exact", c=c, out=out, backend="oracle"))

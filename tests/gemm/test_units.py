@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +77,17 @@ def test_unknown_units() -> None:
         get_unit("hopper.wgmma.e4m4")
     with pytest.raises(TypeError, match="unit must be a name"):
         get_unit(7)  # type: ignore[arg-type]
+
+
+def test_the_documented_table_is_the_table() -> None:
+    """Every line of docs/tensor_cores.md says what the row says."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "tensor_cores.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| `") and line.count("|") == 9]
+    assert len(lines) >= 30
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        u = get_unit(cells[0].strip("`"))
+        clamps = " / ".join("none" if x is None else str(x) for x in (u.clamp_fp32, u.clamp_fp16))
+        order = u.order if u.group == 1 else f"groups of {u.group}"
+        row = [str(u.L), str(u.F), u.rho, ", ".join(u.outputs), clamps, order, u.evidence]
+        assert cells[1:] == row, cells[0]
