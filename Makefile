@@ -36,6 +36,7 @@ format: $(VENV)/.dev  ## rewrite the code in the project's format
 
 bench: $(VENV)/.test  ## speed against a memory copy and against peers
 	@$(RUN) benchmarks/bench_core.py $(ARGS)
+	@$(RUN) benchmarks/bench_gemm.py
 
 exhaustive: $(VENV)/.test  ## all 2^32 float32 patterns (minutes per format)
 	@$(RUN) -m pytest -m exhaustive -s $(ARGS)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from fpemu.gemm import Unit, get_unit, list_units, numba_, torch_
+from fpemu.gemm import Unit, get_unit, list_units, numba_, oracle, torch_
 
 _FLOATS = ("fp16", "bf16", "tf32")
 _LOW = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
@@ -91,3 +92,13 @@ def test_the_documented_table_is_the_table() -> None:
         order = u.order if u.group == 1 else f"groups of {u.group}"
         row = [str(u.L), str(u.F), u.rho, ", ".join(u.outputs), clamps, order, u.evidence]
         assert cells[1:] == row, cells[0]
+
+
+def test_the_oracle_shares_tables_only() -> None:
+    source = Path(oracle.__file__).read_text()
+    ours = {
+        node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fpemu")
+    }
+    assert ours == {"fpemu.formats", "fpemu.gemm.units"}
