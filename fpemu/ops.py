@@ -82,7 +82,7 @@ def quantize(
     dtype : dtype, optional
         Of the result: float16, bfloat16, float32 or float64. Default x's; float32 for integers.
     out : array like x, optional
-        Receives the result and is returned.
+        Receives the result and is returned (without a gradient).
     backend : {"oracle", "numba", "torch"}, optional
         Force one. The bits are the same.
 
@@ -671,6 +671,7 @@ def torch_dtype(dtype: Any, torch_: ModuleType, where: str) -> Any:
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor's memory as an array; bfloat16 as its uint16 bits."""
     torch_ = sys.modules["torch"]
+    tensor = tensor.resolve_neg()
     if tensor.dtype == torch_.bfloat16:
         return tensor.view(torch_.int16).numpy().view(np.uint16)
     return tensor.numpy()

@@ -158,7 +158,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
     ) -> None:
         y, mask = output
-        ctx.dtypes, ctx.count = (inputs[1].dtype, y.dtype), len(inputs)
+        ctx.dtype, ctx.count = y.dtype, len(inputs)
         if mask is not None:
             ctx.mark_non_differentiable(mask)
             ctx.save_for_backward(mask)
@@ -166,11 +166,11 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        return None, _masked(ctx, grad).to(ctx.dtypes[0]), *(None,) * (ctx.count - 2)
+        return None, _masked(ctx, grad), *(None,) * (ctx.count - 2)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> tuple[Tensor, None]:
-        return _masked(ctx, tangent).to(ctx.dtypes[1]), None
+        return _masked(ctx, tangent).to(ctx.dtype), None
 
 
 def _masked(ctx: Any, gradient: Tensor) -> Tensor:

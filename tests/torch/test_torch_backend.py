@@ -134,6 +134,7 @@ def test_blocks_of_every_dtype(fmt: str, device: str) -> None:
 
 def test_large_integers_keep_a_sticky_bit() -> None:
     """2**62 + 2**38 + 1 lies above a tie of float32; a conversion to float64 puts it on the tie."""
+    check(np.array([(1 << 62) + 1], np.int64), "mxfp4/ceil")  # 63 bits: up, by the last of them
     tie = (1 << 62) + (1 << 38)
     x = np.array([tie - 1, tie, tie + 1, -tie - 1, -(1 << 63), (1 << 63) - 1], np.int64)
     big = np.array([1 << 63, (1 << 63) + 1, (1 << 63) + (1 << 39) + 1, (1 << 64) - 1], np.uint64)
