@@ -143,6 +143,20 @@ def test_every_rounding_is_told_from_the_others(rounding: str) -> None:
             assert np.array_equal(mine, reference.cast(x, fmt, other)) == (other == rounding)
 
 
+def test_the_full_sweep_sees_one_wrong_pattern() -> None:
+    """A breakpoint moved by one float32 pattern changes one expected code."""
+    from exhaustive.test_float32_full import breakpoints, expected  # type: ignore[import-not-found]
+
+    fmt = formats.get_format("e2m1")
+    starts, codes = breakpoints(fmt, "rne", "sat", 0)
+    begin = int(starts[3]) - 50
+    right = expected(fmt, (starts, codes), begin, begin + 100)
+    moved = starts.copy()
+    moved[3] += 1
+    with pytest.raises(AssertionError, match="1 of 100 differ"):
+        assert_same_bits(expected(fmt, (moved, codes), begin, begin + 100), right)
+
+
 def test_a_planted_kernel_error_reaches_the_one_body(monkeypatch: pytest.MonkeyPatch) -> None:
     """The body of `tests/backends` fails when the verbs return one wrong code, scale or value."""
     from backends.test_one_body import check  # type: ignore[import-not-found]
