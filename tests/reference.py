@@ -204,8 +204,11 @@ def _encode(x: np.ndarray, fmt: BlockFormat, rounding: str, overflow: str) -> Bl
     return Blocks(codes, scales, np.asarray(tensor_scale, F32) if fmt.tensor_scaled else None)
 
 
-def decode(parts: Blocks, fmt: BlockFormat) -> np.ndarray:
-    """float32 values: the product of three numbers of few digits is exact in float64."""
+def decode(parts: Blocks, fmt: BlockFormat, narrow: Format | None = None) -> np.ndarray:
+    """Values in float32, or as the bits of a 16-bit float row.
+
+    The product of a code, a scale and a tensor scale is exact in float64.
+    """
     value = fmt.element.values()[parts.codes]
     with np.errstate(all="ignore"):
         if parts.scales is not None:
@@ -215,6 +218,9 @@ def decode(parts: Blocks, fmt: BlockFormat) -> np.ndarray:
             value = value * _spread(scales.astype(np.float64), fmt, parts.codes.shape)
         if parts.tensor_scale is not None:
             value = value * np.float64(parts.tensor_scale)
+        if narrow is not None:
+            quiet = narrow.inf_code | 1 << narrow.man_bits - 1
+            return np.where(np.isnan(value), quiet, cast(value, narrow, "rne", "nonsat"))
         value = value.astype(F32)
     value[np.isnan(value)] = np.nan
     return value

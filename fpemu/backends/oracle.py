@@ -266,20 +266,19 @@ def round_to(
     int
     """
     g = grid(fmt)
-    if x.is_nan:
+    if x.is_nan or (x.negative and not x.is_zero and not fmt.signed):
         if g.nan is None and fmt.exp_bits == 0:
             raise ValueError(f"round_to: {fmt.name} has no code for NaN. Remove NaN from x.")
         return g.max_code if g.nan is None else g.nan
-    if x.negative and not x.is_zero and not fmt.signed:
-        assert g.nan is not None
-        return g.nan
     if x.is_inf:
         return _beyond(fmt, x.negative, overflow == "sat")
 
     # The two neighbours: whole numbers of steps, in a format whose exponent has no upper end.
     size = x.exact
-    if size == 0 or (size < pow2(g.emin) and not fmt.has_zero):
-        return 0 if not fmt.has_zero else code_of(fmt, x.negative, size)
+    if not fmt.has_zero and size < pow2(g.emin):  # nothing below the smallest value but itself
+        return g.sign if x.negative and size else 0
+    if size == 0:
+        return code_of(fmt, x.negative, size)
     exp = g.emin if fmt.exp_bits == 0 else max(floor_log2(size), g.emin)
     step = pow2(exp - g.man_bits)
     lower = math.floor(size / step)

@@ -182,3 +182,13 @@ def test_names_are_found_and_listed() -> None:
     with pytest.raises(ValueError, match="mxfp4"):
         fpemu.get_format("mxpf4")
     assert_same_bits(fpemu.quantize(X, row), fpemu.quantize(X, "mxfp4"))
+
+
+def test_tensors_of_other_dtypes() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn):
+        for x in (torch.zeros(4, dtype=dtype), torch.zeros(0, dtype=dtype)):
+            with pytest.raises(TypeError, match=str(dtype).removeprefix("torch.")):
+                fpemu.quantize(x, "e4m3")
+            with pytest.raises(TypeError, match="dtype"):
+                fpemu.encode(x, "e4m3")

@@ -301,9 +301,16 @@ def test_user_formats() -> None:
         fpemu.Format("ue5m3", 5, 3, special="fn", signed=False),
         fpemu.Format("int4", 0, 3, bias=-2),
         fpemu.Format("int12", 0, 11, bias=5),
+        fpemu.Format("int24", 0, 23, bias=0),
+        fpemu.Format("e1m0", 1, 0),
+        fpemu.Format("e1m3", 1, 3, special="ieee"),
+        fpemu.Format("e4m0fnuz", 4, 0, special="fnuz"),
+        fpemu.Format("e5m10fnuz", 5, 10, special="fnuz"),
+        fpemu.Format("ue2m1", 2, 1, signed=False),
+        fpemu.Format("ue5m0", 5, 0, bias=20, special="fn", signed=False, has_zero=False),
     ]
     x = np.concatenate([ties("e4m3"), ties("e2m1"), patterns(np.float32, 200, 17)])
-    x = x[np.random.default_rng(18).permutation(len(x))[:400]]
+    x = x[np.random.default_rng(18).permutation(len(x))[:250]]
     for row in rows:
         data = x[~np.isnan(x)] if row.is_integer else x
         for rounding in DETERMINISTIC:
