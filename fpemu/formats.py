@@ -107,6 +107,21 @@ class Format:
             )
         if self.special == "fnuz" and not self.signed:
             raise ValueError(f"{where} is fnuz and unsigned; fnuz needs a sign bit. Use 'fn'.")
+        if not self.has_zero and self.man_bits:
+            raise ValueError(
+                f"{where} has has_zero=False and man_bits={self.man_bits}; only powers of two"
+                " (man_bits=0, as E8M0) go without a zero. Leave has_zero out."
+            )
+        if self.special == "ieee" and not self.man_bits:
+            raise ValueError(
+                f"{where} is ieee with man_bits=0, which leaves no code for NaN beside infinity;"
+                " at least 1 is needed. Use special='fn'."
+            )
+        if self.has_zero and not self.is_integer and self.emin < -126:
+            raise ValueError(
+                f"{where} with bias={self.bias} has normal values below 2**-126, float32's smallest"
+                " normal; allowed are biases up to 127. Choose another bias."
+            )
         if self.max_mag < 1 or self.emin - self.man_bits < -149 or self.max >= 2.0**128:
             raise ValueError(
                 f"{where} with bias={self.bias} has values outside float32"

@@ -192,3 +192,16 @@ def test_tensors_of_other_dtypes() -> None:
                 fpemu.quantize(x, "e4m3")
             with pytest.raises(TypeError, match="dtype"):
                 fpemu.encode(x, "e4m3")
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"exp_bits": 8, "man_bits": 3, "bias": 130}, "below 2\\*\\*-126"),
+        ({"exp_bits": 4, "man_bits": 3, "has_zero": False, "signed": False}, "without a zero"),
+        ({"exp_bits": 5, "man_bits": 0, "special": "ieee"}, "no code for NaN"),
+    ],
+)
+def test_rows_that_no_backend_could_serve_are_refused(row, says):
+    with pytest.raises(ValueError, match=says):
+        fpemu.Format("mine", **row)
