@@ -258,7 +258,7 @@ def test_unserved_requests_say_why() -> None:
 
 
 def test_user_formats_with_odd_shapes() -> None:
-    deep = Format("deep", exp_bits=8, man_bits=1, bias=127)
+    deep = Format("deep", exp_bits=7, man_bits=1, bias=127)
     rows = [
         deep,
         BlockFormat("blocks of one", formats.FP16, (1,), formats.E8M0, "mx_even"),
