@@ -336,6 +336,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return made
 
 
+def shown(path: Path) -> str:
+    """A path as a user would type it from the checkout."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
 def percent(share: float) -> str:
     """A share as percent in at most five characters: exact 0 and 100 stand alone."""
     value = 100 * share

@@ -789,13 +789,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from figures import underflow as drawing
 
     figures = drawing.draw(path, harness.figures_dir(args))
-    out.print(f"record  {shown(path)}\nfigures {shown(figures[0].parent)}/{name}_*.pdf, .png")
+    out.print(
+        f"record  {harness.shown(path)}\nfigures {harness.shown(figures[0].parent)}/{name}_*.pdf, .png"
+    )
     return 0
-
-
-def shown(path: Path) -> str:
-    """A path as a user would type it from the checkout."""
-    return str(path.relative_to(harness.ROOT)) if path.is_relative_to(harness.ROOT) else str(path)
 
 
 if __name__ == "__main__":

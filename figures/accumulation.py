@@ -8,7 +8,6 @@ bytes.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -240,29 +239,7 @@ def draw(path: Path, out: Path) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = ROOT / "results" / "accumulation.json"
-    parser.add_argument(
-        "record",
-        nargs="?",
-        type=Path,
-        default=default,
-        metavar="RECORD",
-        help="default: results/accumulation.json",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "figures", metavar="DIR", help="default: figures/"
-    )
-    args = parser.parse_args()
-    try:
-        written = draw(args.record, args.out)
-    except ValueError as error:
-        print(f"figures/accumulation.py: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(str(path) for path in written))
-    return 0
+    return style.command("accumulation", __doc__ or "", draw)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ curves; axes of powers of two say 2^k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+ROOT = Path(__file__).resolve().parents[1]
 SINGLE, DOUBLE = 3.4, 6.9  # inches: one column, two columns
 
 #: First matching prefix wins.
@@ -94,6 +97,35 @@ def save(figure: Figure, path: Path, record: dict[str, Any]) -> list[Path]:
     figure.savefig(png, metadata={"Title": path.name, "Source": source, "Software": None})
     plt.close(figure)
     return [pdf, png]
+
+
+# Command -------------------------------------------------------------------------------------------
+
+
+def command(name: str, description: str, draw: Callable[[Path, Path], list[Path]]) -> int:
+    """The command line of ``figures/<name>.py``: which record, where to; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "record",
+        nargs="?",
+        type=Path,
+        default=ROOT / "results" / f"{name}.json",
+        metavar="RECORD",
+        help=f"default: results/{name}.json",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "figures", metavar="DIR", help="default: figures/"
+    )
+    args = parser.parse_args()
+    try:
+        written = draw(args.record, args.out)
+    except ValueError as error:
+        print(f"figures/{name}.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(str(path) for path in written))
+    return 0
 
 
 # Axes --------------------------------------------------------------------------------------------

@@ -94,8 +94,12 @@ def split_scales(values: np.ndarray, fmt: Format, size: int) -> Scales:
     Subnormals keep the smallest exponent, as an element's do.
     """
     nan, zero = np.isnan(values), values == 0
-    exponent = np.frexp(np.where(nan | zero, np.float32(1), values))[1] - 1
-    exponent = np.maximum(exponent, fmt.emin)
-    sig = np.ldexp(values.astype(np.float64), -exponent).astype(np.float32)
+    exact = np.where(
+        nan | zero, 1.0, values.astype(np.float64)
+    )  # float32 subnormals are normal here
+    exponent = np.maximum((exact.view(np.int64) >> 52) - 1023, fmt.emin)
+    # A power of two, from its bits: the product is exact.
+    inverse = ((1023 - exponent) << 52).view(np.float64)
+    sig = (values.astype(np.float64) * inverse).astype(np.float32)
     exponent = np.where(zero, NO_EXPONENT, np.where(nan, 0, exponent))
     return Scales(sig, exponent.astype(np.int32), size)
