@@ -15,8 +15,10 @@ import numpy as np
 
 from fpemu import packing
 from fpemu.backends import Parts, element_format, scales_dtype, scales_shape
+from fpemu.dialects import DECODE
 from fpemu.errors import FileFormatError
 from fpemu.formats import TABLE, BlockFormat, Format
+from fpemu.scaling import NUMPY
 
 #: What `Encoded.save` writes as the file's layout; raised when the layout changes.
 LAYOUT = "fpemu.encoded.1"
@@ -47,8 +49,9 @@ class Encoded:
         One code per element, shape of the source.
     scales : array of uint8 codes or float32, or None
         One per block, blocks in place of elements along `axis` (or the last two axes).
-    tensor_scale : float32 scalar array, or None
-        *Multiplies* the decoded values.
+    global_scale : float32 scalar array, or None
+        The tensor's number as the format's library stores it: a factor, a divisor or the amax.
+        `tensor_scale` is the factor that multiplies.
     format : Format or BlockFormat
     axis : int
         Non-negative axis along which blocks lie.
@@ -58,10 +61,19 @@ class Encoded:
 
     codes: Any
     scales: Any
-    tensor_scale: Any
+    global_scale: Any
     format: Format | BlockFormat
     axis: int
     dtype: Any
+
+    @property
+    def tensor_scale(self) -> Any:
+        """The float32 scalar that *multiplies* the decoded values, or None."""
+        if self.global_scale is None or not isinstance(self.format, BlockFormat):
+            return self.global_scale
+        with np.errstate(all="ignore"):
+            factor = DECODE[self.format.decode].multiplies(NUMPY, _numpy(self.global_scale))
+        return _like(np.asarray(factor, np.float32), self.global_scale)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,7 +87,7 @@ class Encoded:
         if self.scales is not None:
             scales = _numpy(self.scales)
             size += scales.size * scales.itemsize
-        return size + (4 if self.tensor_scale is not None else 0)
+        return size + (4 if self.global_scale is not None else 0)
 
     def __repr__(self) -> str:
         return (
@@ -86,11 +98,12 @@ class Encoded:
     def decode(self, dtype: Any = None) -> Any:
         """Values: the exact ``code * scale * tensor_scale``, rounded once into `dtype`.
 
+        A dialect whose library forms them in another order follows that (`fpemu.dialects.DECODE`).
         A NaN scale gives NaN throughout its block.
         """
         from fpemu import ops
 
-        parts = Parts(self.codes, self.scales, self.tensor_scale)
+        parts = Parts(self.codes, self.scales, self.global_scale)
         if not _is_torch(self.codes):
             wanted = ops.numpy_dtype(_float_or(dtype, self.dtype), "decode")
             out = np.empty_like(self.codes, dtype=wanted)
@@ -192,8 +205,8 @@ class Encoded:
         tensors = {"codes": np.ascontiguousarray(_numpy(self.pack()))}
         if self.scales is not None:
             tensors["scales"] = np.asarray(_numpy(self.scales), order="C")  # keeps 0-d
-        if self.tensor_scale is not None:
-            tensors["tensor_scale"] = np.asarray(_numpy(self.tensor_scale), order="C")
+        if self.global_scale is not None:
+            tensors[_global_name(self.format)] = np.asarray(_numpy(self.global_scale), order="C")
         metadata = {
             "layout": LAYOUT,
             "format": json.dumps(_row(self.format)),
@@ -261,13 +274,13 @@ class Encoded:
         ):
             got = None if scales is None else (scales.shape, str(scales.dtype))
             raise broken(f"has tensor 'scales' {got}, but the format needs shape {want}")
-        tensor_scale = tensors.get("tensor_scale")
+        tensor_scale = tensors.get(_global_name(fmt))
         needs = block and fmt.tensor_scaled  # type: ignore[union-attr]
         fits = (
             tensor_scale is not None and tensor_scale.dtype == np.float32 and not tensor_scale.shape
         )
         if needs != fits or (not needs and tensor_scale is not None):
-            raise broken("has a wrong or missing tensor 'tensor_scale'")
+            raise broken(f"has a wrong or missing tensor {_global_name(fmt)!r}")
         if container == "torch":
             import torch
 
@@ -282,6 +295,12 @@ class Encoded:
         except TypeError as error:
             raise broken(f"has dtype {dtype!r}") from error
         return cls(codes, scales, tensor_scale, fmt, axis, kind)
+
+
+def _global_name(fmt: Format | BlockFormat) -> str:
+    """What the tensor's number is called in a file: by what it does."""
+    multiplies = not isinstance(fmt, BlockFormat) or fmt.decode in ("exact", "third", "scale-first")
+    return "tensor_scale" if multiplies else "global_scale"
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -292,6 +292,10 @@ class BlockFormat:
         Name of the scale rule in `fpemu.scaling`.
     tensor_scaled : bool
         True where a float32 scale of the whole tensor multiplies as well (NVFP4, FP8 by tensor).
+    rounding : str
+        What ``rounding="rne"``, the default, does to elements: a library's own tie rule.
+    decode : str
+        Order of the products that give a value, a name in `fpemu.dialects.DECODE`.
     source : str
 
     Examples
@@ -309,6 +313,8 @@ class BlockFormat:
     scale: Format | None
     rule: str
     tensor_scaled: bool = False
+    rounding: str = "rne"
+    decode: str = "exact"
     source: str = field(default="user", compare=False)
 
     def __post_init__(self) -> None:
@@ -389,15 +395,17 @@ _NVFP4_SOURCE = "TransformerEngine 2.20 NVFP4 kernels (operation order), E2M1 by
 _TE_FP8 = "TransformerEngine 2.20 compute_scale_from_amax"
 
 
+_MX_ELEMENTS = {
+    "mxfp8_e4m3": E4M3, "mxfp8_e5m2": E5M2, "mxfp6_e3m2": E3M2, "mxfp6_e2m3": E2M3,
+    "mxfp4": E2M1, "mxint8": _MXINT8_ELEMENT,
+}  # fmt: skip
+
+
 def _mx_rows() -> list[BlockFormat]:
-    elements = {
-        "mxfp8_e4m3": E4M3, "mxfp8_e5m2": E5M2, "mxfp6_e3m2": E3M2, "mxfp6_e2m3": E2M3,
-        "mxfp4": E2M1, "mxint8": _MXINT8_ELEMENT,
-    }  # fmt: skip
     rules = {"": "floor", "/rceil": "rceil", "/even": "even", "/ceil": "ceil"}
     return [
         BlockFormat(name + suffix, element, (32,), E8M0, f"mx_{rule}", source=f"{_MX}, {rule}")
-        for name, element in elements.items()
+        for name, element in _MX_ELEMENTS.items()
         for suffix, rule in rules.items()
     ]
 
@@ -418,11 +426,107 @@ _BLOCKS = (
     BlockFormat("fp8_block_e4m3/2d/fp32", E4M3, (128, 128), FP32, "fp8", source=_TE_FP8),
 )
 
-_ROWS: tuple[Format | BlockFormat, ...] = (*_ELEMENTS, *_BLOCKS)
+# The dialects ------------------------------------------------------------------------------------
+# What a library computes for a format, to the bit: `fpemu.dialects` has the rules. A rule's name is
+# ``nvfp4/<dialect>`` or ``mx/<dialect>``; a row adds the library's tie rule and decode order.
+
+_TE = "TransformerEngine 2.20.0.dev0 (d0067d0)"
+_AO_018, _AO = "torchao 0.18.0", "torchao (36027d8)"
+_MODELOPT, _CT = "nvidia-modelopt 0.47.0", "compressed-tensors 0.20.1"
+_QUARK, _46 = "amd-quark 0.13", "fouroversix (dadfad6)"
+_MICROXCALING, _TRITON = "microxcaling (7bc4195)", "triton_kernels (018a674)"
+
+#: dialect of NVFP4 -> decode order, source
+_NVFP4_DIALECTS = {
+    "te-ref": ("te", f"{_TE} reference_nvfp4.py"),
+    "te-unfused": ("te", f"{_TE} unfused CUDA kernels"),
+    "te-fast": ("te", f"{_TE} tuned kernel with use_fast_math"),
+    "te-4over6-mae-256": ("te-256", f"{_TE} reference_nvfp4.py"),
+    "te-4over6-mae-448": ("te", f"{_TE} reference_nvfp4.py"),
+    "te-4over6-mse-256": ("te-256", f"{_TE} reference_nvfp4.py"),
+    "te-4over6-mse-448": ("te", f"{_TE} reference_nvfp4.py"),
+    "te-4over6-mae-256-fast": ("te-256", f"{_TE} reference_nvfp4.py, fast error"),
+    "torchao": ("scale-first", f"{_AO_018} nvfp4_tensor.py"),
+    "torchao-cuda": ("scale-first", f"{_AO_018} nvfp4_tensor.py, eager on CUDA"),
+    "torchao-1level": ("exact", f"{_AO_018} nvfp4_tensor.py"),
+    "torchao-1level-cuda": ("exact", f"{_AO_018} nvfp4_tensor.py, eager on CUDA"),
+    "modelopt": ("scale-first", f"{_MODELOPT} qtensor/nvfp4_tensor.py"),
+    "modelopt-cuda": ("scale-first", f"{_MODELOPT} qtensor/nvfp4_tensor.py, eager on CUDA"),
+    "compressed-tensors": ("divided", f"{_CT}"),
+    "vllm-ref": ("divided", "vLLM (055e47c) nvfp4_emulation_utils.py"),
+    "flashinfer-ref": ("divided", "FlashInfer (fb28d72) tests/test_helpers/utils_fp4.py"),
+    "fouroversix-static6": ("fouroversix", f"{_46} quantize/pytorch/reference.py"),
+    "fouroversix-static4": ("fouroversix-1792", f"{_46} quantize/pytorch/reference.py"),
+    "fouroversix-mse": ("fouroversix-256", f"{_46} quantize/pytorch/reference.py"),
+    "fouroversix-mae": ("fouroversix-256", f"{_46} quantize/pytorch/reference.py"),
+    "fouroversix-absmax": ("fouroversix-256", f"{_46} quantize/pytorch/reference.py"),
+    "quark": ("divided", f"{_QUARK} NVFP4 observer"),
+}  # fmt: skip
+
+#: dialect of every MX format -> what ties do, source
+_MX_DIALECTS = {
+    "torchao-floor": ("rne", _AO), "torchao-rceil": ("rne", _AO),
+    "torchao-ceil": ("rne", _AO), "torchao-even": ("rne", _AO),
+    "torchao-0.18-floor": ("rne", _AO_018), "torchao-0.18-rceil": ("rne", _AO_018),
+    "torchao-0.18-ceil": ("rne", _AO_018), "torchao-0.18-even": ("rne", _AO_018),
+    "quark-even": ("rne", f"{_QUARK} even_round"),
+    "compressed-tensors": ("rne", f"{_CT} mxfp4_utils.py"),
+    "microxcaling-nearest": ("rna", _MICROXCALING), "microxcaling-even": ("rne", _MICROXCALING),
+    "microxcaling-floor": ("rtz", _MICROXCALING),
+    "triton-kernels-up": ("rne", _TRITON), "triton-kernels-down": ("rne", _TRITON),
+}  # fmt: skip
+
+#: dialect of one MX format -> what ties do, decode order, source
+_OTHER_MX_DIALECTS = {
+    "mxfp8_e4m3/te": ("rne", "exact", f"{_TE} quantize_mxfp8.cuh"),
+    "mxfp8_e5m2/te": ("rne", "exact", f"{_TE} quantize_mxfp8.cuh"),
+    "mxfp4/modelopt": ("rnz", "exact", f"{_MODELOPT} qtensor/mxfp4_tensor.py"),
+    "mxfp8_e4m3/modelopt": ("rne", "exact", f"{_MODELOPT} qtensor/mxfp8_tensor.py"),
+    "mxfp4/quark-pack-up": ("rna", "exact", f"{_QUARK} downcast_to_mxfp"),
+    "mxfp4/quark-pack-down": ("rna", "exact", f"{_QUARK} downcast_to_mxfp"),
+    "mxfp4/quark-pack-even": ("rna", "exact", f"{_QUARK} downcast_to_mxfp"),
+    "mxfp4/fouroversix-static6": ("rne", "exact", f"{_46} quantize/pytorch/reference.py"),
+    "mxfp4/fouroversix-static4": ("rne", "exact", f"{_46} quantize/pytorch/reference.py"),
+    "mxfp4/qutlass-absmax": ("rne", "third", "QuTLASS (e74319e) abs_max"),
+}
+
+
+def _dialect_rows() -> list[BlockFormat]:
+    nvfp4 = [
+        BlockFormat(
+            f"nvfp4/{name}", E2M1, (16,), E4M3, f"nvfp4/{name}",
+            tensor_scaled="1level" not in name, decode=decode, source=source,
+        )
+        for name, (decode, source) in _NVFP4_DIALECTS.items()
+    ]  # fmt: skip
+    mx = [
+        BlockFormat(
+            f"{name}/{dialect}", element, (32,), E8M0, f"mx/{dialect}",
+            rounding=rounding, source=source,
+        )
+        for name, element in _MX_ELEMENTS.items()
+        for dialect, (rounding, source) in _MX_DIALECTS.items()
+    ]  # fmt: skip
+    others = [
+        BlockFormat(
+            name, _MX_ELEMENTS[name.split("/")[0]], (32,), E8M0, f"mx/{name.split('/')[1]}",
+            rounding=rounding, decode=decode, source=source,
+        )
+        for name, (rounding, decode, source) in _OTHER_MX_DIALECTS.items()
+    ]  # fmt: skip
+    return [*nvfp4, *mx, *others]
+
+
+_ROWS: tuple[Format | BlockFormat, ...] = (*_ELEMENTS, *_BLOCKS, *_dialect_rows())
 TABLE: dict[str, Format | BlockFormat] = {row.name: row for row in _ROWS}
 
+
 # Upper-case constants for every row: formats.NVFP4_2D, formats.MXFP8_E4M3_RCEIL, ...
-globals().update({name.upper().replace("/", "_"): row for name, row in TABLE.items()})
+def _constant(name: str) -> str:
+    return name.upper().translate(str.maketrans("/-.", "___"))
+
+
+globals().update({_constant(name): row for name, row in TABLE.items()})
 
 
 def get_format(name: str | Format | BlockFormat, where: str = "get_format") -> Format | BlockFormat:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fpemu.backends import FLOAT_KINDS, Parts, Request, element_format
 from fpemu.casting import check_rounding, resolve_overflow
+from fpemu.dialects import dialect_of
 from fpemu.encoded import Encoded
 from fpemu.errors import BackendError, unknown
 from fpemu.formats import BlockFormat, Format, get_format
@@ -215,6 +216,7 @@ def _request(
     box = _box(x, where)
     fmt = get_format(fmt, where)
     check_rounding(rounding, where)
+    rounding = _own_rounding(rounding, fmt, where)
     element = element_format(fmt)
     overflow = resolve_overflow(element, overflow, where)
     ndim = len(box.shape)
@@ -234,6 +236,21 @@ def _request(
             " infinite values. Replace NaN first, or use mxint8, whose scale can be NaN."
         )
     return request, box
+
+
+def _own_rounding(rounding: str, fmt: Format | BlockFormat, where: str) -> str:
+    """``"rne"``, the default, is the tie rule of the format's library."""
+    if not isinstance(fmt, BlockFormat):
+        return rounding
+    dialect = dialect_of(fmt)
+    if rounding == "rne" or (dialect is not None and dialect.rounds_itself):
+        if rounding != "rne":
+            raise ValueError(
+                f"{where}: rounding is {rounding!r} but {fmt.name!r} rounds by its library's own"
+                " rule; only 'rne', the default, is allowed. Use another dialect."
+            )
+        return fmt.rounding
+    return rounding
 
 
 def _hides_nan(fmt: Format | BlockFormat) -> bool:

@@ -76,12 +76,30 @@ EXPONENT_RULES = ("mx_floor", "mx_rceil", "mx_ceil", "mx_even")
 
 
 class Ops(NamedTuple):
-    """The few operations whose names or promotions differ between numpy and torch."""
+    """The few operations whose names or promotions differ between numpy and torch.
+
+    `kind` is the dtype of x, for the rules that depend on it; `fast_scale` an optional faster
+    `encode_rne` and `decode_mag` in one.
+    """
 
     module: ModuleType
     f32: Callable[[Array, float], Array]  # constant of x's device and float32, 0-d
     bits: Callable[[Array], Array]  # float32 -> int32, same bits
     from_bits: Callable[[Array], Array]
+    count: Callable[[Array], Array]  # bool -> int32
+    table: Callable[[np.ndarray, Array], Array]  # entries of an int32 table
+    half: Callable[[Array], Array]  # rounded to float16, as float32
+    kind: str = "float32"
+    note: Callable[[str, Array], Array] = lambda label, value: value
+    fast_scale: Callable[[Format, Array], tuple[Array, Array]] | None = None
+
+    def scale(self, fmt: Format | None, p: Array) -> tuple[Array, Array]:
+        """Codes (int32) of non-negative float32 `p`, RNE, saturating, and their values."""
+        assert fmt is not None
+        if self.fast_scale is not None:
+            return self.fast_scale(fmt, p)
+        code = encode_rne(self, fmt, p)
+        return code, decode_mag(self, fmt, code)
 
 
 def _np_f32(like: np.ndarray, value: float) -> np.ndarray:
@@ -89,7 +107,13 @@ def _np_f32(like: np.ndarray, value: float) -> np.ndarray:
 
 
 NUMPY = Ops(
-    np, _np_f32, lambda a: np.asarray(a).view(np.int32), lambda b: np.asarray(b).view(np.float32)
+    np,
+    _np_f32,
+    lambda a: np.asarray(a).view(np.int32),
+    lambda b: np.asarray(b).view(np.float32),
+    lambda mask: np.asarray(mask).astype(np.int32),
+    lambda entries, index: entries[index],
+    lambda a: np.asarray(a).astype(np.float16).astype(np.float32),
 )
 
 
@@ -97,7 +121,7 @@ def encode_rne(ops: Ops, fmt: Format, p: Array) -> Array:
     """Codes (int32) of non-negative float32 `p` in `fmt`, RNE, saturating; NaN gives NaN."""
     xp, m = ops.module, fmt.man_bits
     drop = 23 - m
-    bits = ops.bits(p)
+    bits = ops.bits(p) & 0x7FFFFFFF  # a NaN may have a sign
     # Normal results: round the float's own bits, then move the exponent bias.
     up = ((1 << drop - 1) - 1) + ((bits >> drop) & 1)
     normal = ((bits + up) >> drop) - ((fmt.emin + 126) << m)

@@ -42,7 +42,8 @@ def _spell(fmt: Any) -> Any:
         )  # fmt: skip
     if isinstance(fmt, BlockFormat):
         element, scale = _spell(fmt.element), _spell(fmt.scale)
-        return (fmt.name, element, fmt.block, scale, fmt.rule, fmt.tensor_scaled, fmt.source)
+        rest = (fmt.rule, fmt.tensor_scaled, fmt.rounding, fmt.decode, fmt.source)
+        return (fmt.name, element, fmt.block, scale, *rest)
     return fmt
 
 
@@ -52,11 +53,11 @@ def _read(text: str) -> Format | BlockFormat:
     row = literal_eval(text)
     if not isinstance(row, tuple):
         return get_format(row, "quantize")
-    if len(row) == 9:
+    if not isinstance(row[1], tuple):
         return Format(*row)
-    name, element, block, scale, rule, tensor_scaled, source = row
+    name, element, block, scale, *rest = row
     scale_row = None if scale is None else Format(*scale)
-    return BlockFormat(name, Format(*element), block, scale_row, rule, tensor_scaled, source)
+    return BlockFormat(name, Format(*element), block, scale_row, *rest)
 
 
 def _offset(flat: list[int]) -> Any:

@@ -78,7 +78,7 @@ class Parts(NamedTuple):
     """Codes (shape of x), scales (blocks in place of elements) and the tensor scale.
 
     `codes` is uint8/uint16/uint32; `scales` uint8 codes or float32, or None; `tensor_scale` a
-    0-d float32 array, or None.
+    0-d float32 array, or None. (For a dialect: the number that its library stores.)
     """
 
     codes: Any

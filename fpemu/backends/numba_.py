@@ -19,6 +19,7 @@ from fpemu.backends import (
     Request,
     element_format,
     loops,
+    numba_dialects,
     scales_dtype,
     scales_shape,
     wide,
@@ -28,6 +29,7 @@ from fpemu.backends.kernels import HALF, bias_params, clamp_params, fits_fast, r
 from fpemu.backends.pieces import block_steps, pieces
 from fpemu.backends.threads import get_num_threads, parallel, split
 from fpemu.casting import value_bits, value_table
+from fpemu.dialects import dialect_of
 from fpemu.formats import E4M3, BlockFormat, Format
 from fpemu.rng import Random
 from fpemu.scaling import NUMPY, exponent_rule, multiplier_rule, no_tensor_scale
@@ -93,6 +95,9 @@ def _fused_rule(fmt: BlockFormat) -> int | None:
 def quantize(request: Request, out: np.ndarray) -> None:
     """Values of `request.x` on the format's grid, into `out` (uint16 `out`: bfloat16 bits)."""
     with ieee_mode():
+        if dialect_of(request.fmt) is not None:
+            numba_dialects.quantize(request, out, _store_float64)
+            return
         element = element_format(request.fmt)
         wide_element = element.bits > 16 and request.kind not in NARROW_KINDS
         # Narrow sources are scaled in float32, whose products float64 results must not see.
@@ -108,6 +113,9 @@ def quantize(request: Request, out: np.ndarray) -> None:
 def encode(request: Request) -> Parts:
     """Codes, scales and tensor scale of `request.x`."""
     fmt, x = request.fmt, request.x
+    if dialect_of(fmt) is not None:
+        with ieee_mode():
+            return numba_dialects.encode(request)
     order = _memory_order(x)
     codes = np.empty([x.shape[a] for a in order], element_format(fmt).code_dtype)
     codes = codes.transpose(np.argsort(order))
@@ -126,6 +134,9 @@ def encode(request: Request) -> Parts:
 
 def within(request: Request) -> np.ndarray:
     """Where the value that is cast lies within +-max of the element format, ends included."""
+    if dialect_of(request.fmt) is not None:
+        with ieee_mode():
+            return numba_dialects.within(request)
     mask = np.empty(request.x.shape, np.bool_)
     with ieee_mode():
         call = _Call(request, values=False)
@@ -639,6 +650,9 @@ def _quantize_by_codes(request: Request, out: np.ndarray) -> None:
 def _decode_piece(
     fmt: Format | BlockFormat, parts: Parts, axis: int, out: np.ndarray, index: tuple[slice, ...]
 ) -> None:
+    if isinstance(fmt, BlockFormat) and fmt.decode != "exact":
+        numba_dialects.decode_piece(fmt, parts, axis, out, index, _store_float64)
+        return
     element = element_format(fmt)
     codes = parts.codes[index]
     values = code_values(element, codes)

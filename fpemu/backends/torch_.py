@@ -27,8 +27,10 @@ from fpemu.backends import (
     element_format,
     scales_dtype,
     scales_shape,
+    torch_dialects,
 )
 from fpemu.casting import ROUNDINGS, Specials, specials
+from fpemu.dialects import dialect_of
 from fpemu.formats import BF16, FP16, FP32, BlockFormat, Format
 from fpemu.rng import PHILOX_M, PHILOX_ROUNDS, PHILOX_W, Random
 
@@ -239,8 +241,14 @@ def _f32(like: Tensor, value: float) -> Tensor:
 
 #: Constants are 0-d tensors: torch divides by a Python number through its reciprocal.
 OPS = scaling.Ops(
-    torch, _f32, lambda a: a.view(torch.int32), lambda b: b.view(torch.float32)
-)  # fmt: skip
+    torch,
+    _f32,
+    lambda a: a.view(torch.int32),
+    lambda b: b.view(torch.float32),
+    lambda mask: mask.to(torch.int32),
+    lambda entries, index: torch.from_numpy(entries).to(index.device)[index.long()],
+    lambda a: a.to(torch.float16).to(torch.float32),
+)
 
 
 def _amax(e: Exact, ignore_nan: bool) -> Tensor:
@@ -436,10 +444,14 @@ class Scaled(NamedTuple):
 def _tensor_scale(request: Request, granule: tuple[int, ...]) -> scaling.TensorScale | None:
     """Scales of the whole tensor, after one pass over it where its amax is not given."""
     fmt, x = request.fmt, request.x
+    dialect = dialect_of(fmt)
+    if dialect is not None and isinstance(fmt, BlockFormat) and not fmt.tensor_scaled:
+        return dialect.tensor(_ops(request), fmt, _f32(x, 1.0))
     if not isinstance(fmt, BlockFormat) or not fmt.tensor_scaled:
         return None
     if scaling.exponent_rule(fmt) is not None:
         return None
+    ignore_nan = dialect is None or dialect.skip_nan
     if request.amax is not None:
         amax = _f32(x, request.amax)
     else:
@@ -447,10 +459,16 @@ def _tensor_scale(request: Request, granule: tuple[int, ...]) -> scaling.TensorS
         top = torch.zeros((), dtype=torch.int64, device=x.device)
         for chunk in _walk(tuple(x.shape), granule, x.device):
             values = _exact(_bits(x[chunk.at]).reshape(-1), x.dtype)
-            top = torch.maximum(top, _amax(values, ignore_nan=True))
+            top = torch.maximum(top, _amax(values, ignore_nan))
         # Rounding is monotone: the float32 amax is the amax rounded.
         amax = _store(_exact(top, torch.float64), torch.float32)
+    if dialect is not None:
+        return torch_dialects.tensor_scale(_ops(request), fmt, amax)
     return scaling.multiplier_rule(fmt).tensor(OPS, fmt, amax)
+
+
+def _ops(request: Request) -> scaling.Ops:
+    return OPS._replace(kind=request.kind)
 
 
 def _scaled(
@@ -460,6 +478,12 @@ def _scaled(
     e = _exact(_to_blocks(_bits(x[chunk.at]), granule), x.dtype)
     if isinstance(fmt, Format):
         return Scaled(e, None, None)
+    if dialect_of(fmt) is not None:
+        assert tensor is not None
+        blocks = _store(e, torch.float32)
+        p, scales_ = torch_dialects.prepare(_ops(request), fmt, request.rounding, blocks, tensor)
+        bad = scales_.factor != scales_.factor
+        return Scaled(_exact(_bits(p), torch.float32), scales_.stored, bad)
     threshold = scaling.exponent_rule(fmt)
     if threshold is not None:
         code = _mx_scales(_amax(e, ignore_nan=False), fmt, threshold)
@@ -491,14 +515,27 @@ def _codes(request: Request, chunk: Chunk, granule: tuple[int, ...], scaled: Sca
         words = _to_blocks(_words(request, chunk, shape), granule)
     code = specials(element, request.rounding, request.overflow)
     codes = _cast(scaled.value, element, request.rounding, code, words, request.sr_bits)
+    dialect = dialect_of(request.fmt)
+    if dialect is not None:
+        if dialect.zero == "never":
+            codes = codes.masked_fill(codes == element.sign_bit, 0)
+        if not element.has_nan:
+            return codes
+        negative = scaled.value.nan & scaled.value.negative
+        return torch.where(negative, codes | element.sign_bit, codes)
     return codes if scaled.bad is None else codes.masked_fill(scaled.bad.unsqueeze(-1), 0)
 
 
 def _decoded(
     fmt: Format | BlockFormat, codes: Tensor, scales: Tensor | None, tensor: Tensor | None
 ) -> Exact:
-    """Values of codes in blocks: code x scale x tensor scale, exactly."""
+    """Values of codes in blocks: code x scale x tensor scale, exactly (or in the dialect's order)."""
     value = _from_codes(element_format(fmt), codes)
+    if isinstance(fmt, BlockFormat) and fmt.decode != "exact":
+        assert scales is not None
+        q, factor = _store(value, torch.float32), _store(_factor(fmt, scales), torch.float32)
+        number = _f32(q, 1.0) if tensor is None else tensor
+        return _exact(_bits(torch_dialects.in_order(OPS, fmt, q, factor, number)), torch.float32)
     if scales is not None:
         assert isinstance(fmt, BlockFormat)
         value = _times(value, _factor(fmt, scales.unsqueeze(-1)))
@@ -537,7 +574,7 @@ def quantize(request: Request, out: Tensor) -> None:
     target = _no_0d(out.detach())
     with _denormals():
         tensor = _tensor_scale(request, granule)
-        decode_scale = None if tensor is None else tensor.decode
+        decode_scale = None if tensor is None or not _tensor_scaled(request) else tensor.decode
         for chunk in _walk(shape, granule, out.device):
             scaled = _scaled(request, chunk, granule, tensor)
             codes = _codes(request, chunk, granule, scaled)
@@ -567,7 +604,12 @@ def encode(request: Request) -> Parts:
             _no_0d(codes)[chunk.at].copy_(_from_blocks(block_codes, granule, chunk.shape))
             if scales is not None and scaled.scales is not None:
                 _no_0d(scales)[chunk.blocks].copy_(scaled.scales)
-    return Parts(codes, scales, None if tensor is None else tensor.decode)
+    stored = None if tensor is None or not _tensor_scaled(request) else tensor.decode
+    return Parts(codes, scales, stored)
+
+
+def _tensor_scaled(request: Request) -> bool:
+    return isinstance(request.fmt, BlockFormat) and request.fmt.tensor_scaled
 
 
 def decode(fmt: Format | BlockFormat, parts: Parts, axis: int, out: Tensor) -> None:
@@ -575,11 +617,12 @@ def decode(fmt: Format | BlockFormat, parts: Parts, axis: int, out: Tensor) -> N
     codes, target = _no_0d(parts.codes), _no_0d(out.detach())
     shape = tuple(codes.shape)
     granule = _granule(fmt, len(shape), axis)
-    for chunk in _walk(shape, granule, codes.device):
-        blocks = _to_blocks(_bits(codes[chunk.at]), granule).to(torch.int64)
-        scales = None if parts.scales is None else _no_0d(parts.scales)[chunk.blocks]
-        values = _store(_decoded(fmt, blocks, scales, parts.tensor_scale), out.dtype)
-        target[chunk.at].copy_(_from_blocks(values, granule, chunk.shape))
+    with _denormals():
+        for chunk in _walk(shape, granule, codes.device):
+            blocks = _to_blocks(_bits(codes[chunk.at]), granule).to(torch.int64)
+            scales = None if parts.scales is None else _no_0d(parts.scales)[chunk.blocks]
+            values = _store(_decoded(fmt, blocks, scales, parts.tensor_scale), out.dtype)
+            target[chunk.at].copy_(_from_blocks(values, granule, chunk.shape))
 
 
 def within(request: Request) -> Tensor:
