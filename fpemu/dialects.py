@@ -73,6 +73,8 @@ class Dialect:
         operand of -Inf makes a block zero.
     narrow : bool
         The kernel exists for bfloat16 only: x is rounded to it first.
+    narrow_nan : bool
+        Elements go through the tensor's dtype before they are packed, which shows in NaN only.
     """
 
     block: Callable[[Ops, BlockFormat, Array, TensorScale], Scales]
@@ -85,6 +87,7 @@ class Dialect:
     nan: Nan = Nan()
     wraps: bool = False
     narrow: bool = False
+    narrow_nan: bool = False
 
     @property
     def rounds_itself(self) -> bool:
@@ -259,7 +262,8 @@ def _torchao_block(cuda: bool, levels: int) -> Any:
         operand = (one / tensor.encode if levels == 2 else one) / s
         # x86 makes its own NaN negative and keeps that of an amax.
         made = ops.f32(amax, -NAN)
-        operand = xp.where((operand != operand) & (amax == amax), made, operand)
+        of_tensor = tensor.encode != tensor.encode  # a maximum over many elements makes its own
+        operand = xp.where((operand != operand) & ((amax == amax) | of_tensor), made, operand)
         return Scales(stored, operand, s)
 
     return block
@@ -428,12 +432,10 @@ def _modelopt_mxfp4(ops: Ops, fmt: BlockFormat, amax: Array, tensor: TensorScale
     ratio = ops.note("fl(A/6)", amax / ops.f32(amax, fmt.element.max))
     byte = _clipped(ops, ceil_log2(ops, ratio) + 127, 0, 254)
     divisor = _power(ops, byte)
-    finite = ops.bits(amax) < INF_BITS
-    return Scales(
-        xp.where(finite, byte, xp.full_like(byte, 0)),
-        xp.where(finite, divisor, amax),
-        _power(ops, xp.where(finite, byte, xp.full_like(byte, 0))),
-    )
+    byte = xp.where(ops.bits(amax) < INF_BITS, byte, xp.full_like(byte, 0))
+    divisor = xp.where(amax == INF, ops.f32(amax, INF), divisor)
+    divisor = xp.where(amax == amax, divisor, ops.f32(amax, NAN))
+    return Scales(byte, divisor, _power(ops, byte))
 
 
 def _modelopt_mxfp8(ops: Ops, fmt: BlockFormat, amax: Array, tensor: TensorScale) -> Scales:
@@ -449,7 +451,8 @@ def _modelopt_mxfp8(ops: Ops, fmt: BlockFormat, amax: Array, tensor: TensorScale
 def _even_byte(ops: Ops, fmt: BlockFormat, amax: Array) -> Array:
     """Quark's even_round: A rounded half up to the element's mantissa; 255 for NaN, 254 for Inf."""
     xp = ops.module
-    bits = _rounded_up(ops.bits(amax), _man_bits(fmt))
+    man_bits = 8 if fmt.element.is_integer else fmt.element.man_bits  # 8 is the library's for int8
+    bits = _rounded_up(ops.bits(amax), man_bits)
     # 2^-126 stands for zero, and the float log2 of a power of two is exact.
     exponent = xp.where(amax == 0, xp.full_like(bits, 1), _exponent(bits))
     # Below 2^-126 what is left is 0, whose logarithm is -Inf: clamped to -127.
@@ -586,16 +589,16 @@ def _normal_bits(ops: Ops, x: Array) -> tuple[Array, Array]:
 
 def floor_log2(ops: Ops, x: Array) -> Array:
     """floor(log2(x)) (int32) with the logarithm rounded to the dtype `ops.kind`; x > 0, finite."""
-    above, below = log2_slack({"bfloat16": 7}.get(ops.kind, 23))
+    below = log2_slack(7 if ops.kind == "bfloat16" else 23)[1]
     exponent, mantissa = _normal_bits(ops, x)
     reach = ops.table(below, exponent + 151)  # towards 2^(exponent + 1)
     return exponent + ops.count(0x800000 - mantissa <= reach)
 
 
 def ceil_log2(ops: Ops, x: Array) -> Array:
-    """ceil(log2(x)) (int32), likewise; far below every exponent for 0."""
+    """ceil(log2(x)) (int32) with a float32 logarithm; far below every exponent for 0."""
     xp = ops.module
-    above, below = log2_slack({"bfloat16": 7}.get(ops.kind, 23))
+    above = log2_slack(23)[0]
     exponent, mantissa = _normal_bits(ops, x)
     up = ops.count(mantissa > ops.table(above, exponent + 150))
     return xp.where(x > 0, exponent + up, xp.full_like(exponent, -1000))
@@ -628,18 +631,29 @@ ERRORS = {
 # Decode orders -----------------------------------------------------------------------------------
 
 
+def _itself(ops: Ops, t: Array) -> Array:
+    return t
+
+
 class Decode(NamedTuple):
     """How a value is formed from a code q, a block scale s and the stored number g, in float32.
 
     value = fl(q * factor(s, g)), then times g where `amax`, then over `divisor`, each rounded; the
     last is rounded again into the result's dtype. ``factor=None`` means the exact product
     q * s * g, rounded once. `multiplies` gives the factor that multiplies, ``tensor_scale``.
+    `plus_zero`: the library's table has no -0.
     """
 
     factor: Callable[[Ops, Array, Array], Array] | None
-    multiplies: Callable[[Ops, Array], Array] = lambda ops, t: t
+    multiplies: Callable[[Ops, Array], Array] = _itself
     amax: bool = False
     divisor: float | None = None
+    plus_zero: bool = False
+
+    @property
+    def stores_factor(self) -> bool:
+        """Whether the stored number is the factor itself."""
+        return self.multiplies is _itself
 
 
 def _over(top: float) -> Callable[[Ops, Array], Array]:
@@ -654,10 +668,24 @@ def _fouroversix_decode(top: float) -> Decode:
     return Decode(lambda ops, s, g: s, _over(top), amax=True, divisor=top)
 
 
+def _or_eps(ops: Ops, s: Array, g: Array) -> Array:
+    factor = s / g
+    return ops.module.where(factor == 0, ops.f32(s, 2.0**-23), factor)
+
+
+def _shifted(ops: Ops, s: Array, g: Array) -> Array:
+    """The byte moved into float32's exponent: 0 gives 0, 255 infinity."""
+    s = ops.module.where(s == 2.0**-127, ops.f32(s, 0.0), s)
+    return ops.module.where(s == s, s, ops.f32(s, INF))
+
+
 DECODE: dict[str, Decode] = {
     "exact": Decode(None),
     "third": Decode(lambda ops, s, g: s, divisor=3.0),
     "scale-first": Decode(lambda ops, s, t: s * t),
+    "scale-first+0": Decode(lambda ops, s, t: s * t, plus_zero=True),
+    "shifted": Decode(_shifted),
+    "divided-or-eps": Decode(_or_eps, lambda ops, g: ops.f32(g, 1.0) / g),
     "divided": Decode(lambda ops, s, g: s / g, lambda ops, g: ops.f32(g, 1.0) / g),
     "te": _te_decode(_top(448.0)),
     "te-256": _te_decode(_top(256.0)),
@@ -722,7 +750,7 @@ DIALECTS: dict[str, Dialect] = {
         _modelopt_block, _torchao_cuda_tensor, apply="divide", zero="plus", nan=_SEVEN
     ),
     "nvfp4/compressed-tensors": Dialect(
-        _ct_block, _ct_tensor, apply="divide", zero="plus", nan=_ZERO
+        _ct_block, _ct_tensor, apply="divide", zero="plus", nan=_ZERO, narrow_nan=True
     ),
     "nvfp4/vllm-ref": Dialect(_reference_block(1e-8), _caller_tensor, zero="plus", nan=_ZERO),
     "nvfp4/flashinfer-ref": Dialect(_reference_block(0.0), _caller_tensor, zero="plus", nan=_ZERO),
@@ -750,7 +778,9 @@ DIALECTS: dict[str, Dialect] = {
     "mx/quark-pack-up": _mx(_cut_mx(up=True, by_max=True), nan=Nan(6.0, signed=True)),
     "mx/quark-pack-down": _mx(_cut_mx(up=False, by_max=True), nan=Nan(6.0, signed=True)),
     "mx/quark-pack-even": _mx(_quark_pack_even, nan=Nan(6.0, signed=True)),
-    "mx/compressed-tensors": _mx(_ct_mx, apply="divide", zero="plus", nan=_ZERO),
+    "mx/compressed-tensors": _mx(
+        _ct_mx, apply="divide", zero="plus", nan=_ZERO, narrow_nan=True
+    ),
     "mx/microxcaling-nearest": _MICROXCALING,
     "mx/microxcaling-even": _MICROXCALING,
     "mx/microxcaling-floor": _MICROXCALING,
@@ -769,11 +799,20 @@ _BY_ELEMENT = {
 }
 
 
-def element_nan(dialect: Dialect, element: Format) -> Nan:
+def element_nan(dialect: Dialect, element: Format, kind: str) -> Nan:
     """What NaN becomes in `element`: formats that have a NaN code keep it, with its sign."""
     if element.has_nan:
-        return Nan(None, signed=True)
+        # torch's conversion from bfloat16 loses the sign of what it made itself.
+        return Nan(None, signed=not (dialect.narrow_nan and kind == "bfloat16"))
+    if dialect.narrow_nan and (element.bits == 6 or kind == "bfloat16"):
+        # Through bfloat16 every NaN is negative; FP6's search for one ends at -0.
+        return Nan(-0.0)
     return dialect.nan
+
+
+def zero_sign(dialect: Dialect, element: Format) -> str:
+    """`Dialect.zero`, but Quark converts to FP8 with torch, which keeps signs."""
+    return "keep" if dialect.zero == "never" and element.has_nan else dialect.zero
 
 
 @lru_cache(maxsize=512)

@@ -299,7 +299,7 @@ class Encoded:
 
 def _global_name(fmt: Format | BlockFormat) -> str:
     """What the tensor's number is called in a file: by what it does."""
-    multiplies = not isinstance(fmt, BlockFormat) or fmt.decode in ("exact", "third", "scale-first")
+    multiplies = not isinstance(fmt, BlockFormat) or DECODE[fmt.decode].stores_factor
     return "tensor_scale" if multiplies else "global_scale"
 
 

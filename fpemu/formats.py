@@ -450,8 +450,8 @@ _NVFP4_DIALECTS = {
     "torchao-cuda": ("scale-first", f"{_AO_018} nvfp4_tensor.py, eager on CUDA"),
     "torchao-1level": ("exact", f"{_AO_018} nvfp4_tensor.py"),
     "torchao-1level-cuda": ("exact", f"{_AO_018} nvfp4_tensor.py, eager on CUDA"),
-    "modelopt": ("scale-first", f"{_MODELOPT} qtensor/nvfp4_tensor.py"),
-    "modelopt-cuda": ("scale-first", f"{_MODELOPT} qtensor/nvfp4_tensor.py, eager on CUDA"),
+    "modelopt": ("scale-first+0", f"{_MODELOPT} qtensor/nvfp4_tensor.py"),
+    "modelopt-cuda": ("scale-first+0", f"{_MODELOPT} qtensor/nvfp4_tensor.py, eager on CUDA"),
     "compressed-tensors": ("divided", f"{_CT}"),
     "vllm-ref": ("divided", "vLLM (055e47c) nvfp4_emulation_utils.py"),
     "flashinfer-ref": ("divided", "FlashInfer (fb28d72) tests/test_helpers/utils_fp4.py"),
@@ -460,7 +460,7 @@ _NVFP4_DIALECTS = {
     "fouroversix-mse": ("fouroversix-256", f"{_46} quantize/pytorch/reference.py"),
     "fouroversix-mae": ("fouroversix-256", f"{_46} quantize/pytorch/reference.py"),
     "fouroversix-absmax": ("fouroversix-256", f"{_46} quantize/pytorch/reference.py"),
-    "quark": ("divided", f"{_QUARK} NVFP4 observer"),
+    "quark": ("divided-or-eps", f"{_QUARK} NVFP4 observer"),
 }  # fmt: skip
 
 #: dialect of every MX format -> what ties do, source
@@ -482,9 +482,9 @@ _OTHER_MX_DIALECTS = {
     "mxfp8_e5m2/te": ("rne", "exact", f"{_TE} quantize_mxfp8.cuh"),
     "mxfp4/modelopt": ("rnz", "exact", f"{_MODELOPT} qtensor/mxfp4_tensor.py"),
     "mxfp8_e4m3/modelopt": ("rne", "exact", f"{_MODELOPT} qtensor/mxfp8_tensor.py"),
-    "mxfp4/quark-pack-up": ("rna", "exact", f"{_QUARK} downcast_to_mxfp"),
-    "mxfp4/quark-pack-down": ("rna", "exact", f"{_QUARK} downcast_to_mxfp"),
-    "mxfp4/quark-pack-even": ("rna", "exact", f"{_QUARK} downcast_to_mxfp"),
+    "mxfp4/quark-pack-up": ("rna", "shifted", f"{_QUARK} downcast_to_mxfp"),
+    "mxfp4/quark-pack-down": ("rna", "shifted", f"{_QUARK} downcast_to_mxfp"),
+    "mxfp4/quark-pack-even": ("rna", "shifted", f"{_QUARK} downcast_to_mxfp"),
     "mxfp4/fouroversix-static6": ("rne", "exact", f"{_46} quantize/pytorch/reference.py"),
     "mxfp4/fouroversix-static4": ("rne", "exact", f"{_46} quantize/pytorch/reference.py"),
     "mxfp4/qutlass-absmax": ("rne", "third", "QuTLASS (e74319e) abs_max"),

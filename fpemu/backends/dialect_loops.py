@@ -1,7 +1,7 @@
-"""numba loops of the dialects, on blocks of float32 that lie one after the other.
+"""numba loops of the dialects, on runs of sixteen float32 elements.
 
-Blocks come as flat arrays of whole blocks of `wide` elements, small enough to stay in the cache.
-Every function releases the GIL and touches only what it is given.
+A block is one run or several; elements lie in flat arrays of whole runs, with one operand and one
+factor per run. Every function releases the GIL and touches only what it is given.
 """
 
 from __future__ import annotations
@@ -9,12 +9,27 @@ from __future__ import annotations
 import numpy as np
 
 from fpemu.backends.jit import jit
-from fpemu.backends.kernels import bits_of_f32, f32_of_bits
+from fpemu.backends.dialect_kernels import (
+    error16,
+    microxcaling16,
+    minus_zero16,
+    narrow16,
+    over16,
+    quiet16,
+    sums16,
+    times16,
+    widen16,
+)
+from fpemu.backends.kernels import bits_of_f32, f32_of_bits, fold16
+from fpemu.backends.loops import cast_flat, cast_flat_sr, largest
 
 _MAG, _INF, _SIGN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint32(0x80000000)
+_SEVEN = np.float32(7)  # from here on E2M1 without a largest value goes to 8
 ZERO_KEEP, ZERO_PLUS, ZERO_MINUS = range(3)
 MAE, MSE, MAX = range(3)
-NEAREST, EVEN, FLOOR = range(3)
+MULTIPLY, DIVIDE, DIVIDE_TIMES_3 = range(3)
+RUN = 16
+ROWS = 256  # runs between one step and the next: 16 KiB of float32
 
 
 @jit
@@ -28,7 +43,10 @@ def _bfloat16(x):
 @jit
 def widen_bfloat16(src, out):
     """float32 values of bfloat16 bits (uint16)."""
-    for i in range(len(src)):
+    whole = len(src) // RUN * RUN
+    for i in range(0, whole, RUN):
+        widen16(src, i, out, i)
+    for i in range(whole, len(src)):
         out[i] = f32_of_bits(np.uint32(np.uint32(src[i]) << np.uint32(16)))
 
 
@@ -43,10 +61,14 @@ def round_bfloat16(src, out):
 @jit
 def amax_with_nan(src):
     """Largest ``|x|`` as float32 bits; NaN is larger than infinity."""
-    best = np.uint32(0)
-    for i in range(len(src)):
-        best = max(best, np.uint32(bits_of_f32(src[i]) & _MAG))
-    return best
+    top = np.zeros(64, np.uint32)
+    whole = len(src) // 64 * 64
+    for i in range(0, whole, 64):
+        for k in range(4):
+            fold16(src, i + 16 * k, top, 16 * k, None, None)
+    for i in range(whole, len(src), 16):
+        fold16(src, i, top, 0, None, min(len(src) - i, 16))
+    return largest(top)
 
 
 @jit
@@ -70,45 +92,43 @@ def scale_e4m3(p, code, value):
 
 
 @jit
-def scaled(src, operand, wide, out, divide, times3, zero):
-    """``out = x * operand`` or ``x / operand`` per block; whether any result is NaN."""
-    nan = np.uint32(0)
+def scaled(src, operand, how, zero, out):
+    """What is cast, run by run."""
+    keep = np.float32(-0.0)
+    add = np.float32(0) if zero == ZERO_PLUS else keep
     for k in range(len(operand)):
-        by = operand[k]
-        for i in range(k * wide, (k + 1) * wide):
-            p = np.float32(src[i] / by) if divide else np.float32(src[i] * by)
-            if times3:
-                p = np.float32(p * np.float32(3))
-            if zero == ZERO_PLUS:
-                p = np.float32(p + np.float32(0))  # -0 + 0 is +0, everything else stays
-            elif zero == ZERO_MINUS:
-                p = np.float32(-0.0) if p == 0 else p
-            out[i] = p
-            nan = max(nan, np.uint32(bits_of_f32(p) & _MAG))
-    return nan > _INF
+        if how == MULTIPLY:
+            times16(src, k * RUN, operand[k], add, out, k * RUN)
+        else:
+            over16(src, k * RUN, operand[k], add, out, k * RUN)
+            if how == DIVIDE_TIMES_3:
+                times16(out, k * RUN, np.float32(3), keep, out, k * RUN)
+        if zero == ZERO_MINUS:
+            minus_zero16(out, k * RUN)
 
 
 @jit
-def replace_nan(src, operand, wide, p, value, made, finite, signed, x_first):
+def replace_nan(src, operand, p, value, made, finite, signed, x_first):
     """NaN in `p` becomes `value`, or `made` where the operation made it (`finite`: else it stays
     NaN); its sign survives where `signed`.
 
     Of two NaNs the operand's survives, or that of x where `x_first`; one made by the operation is
     negative.
     """
-    for i in range(len(p)):
-        if p[i] == p[i]:
-            continue
-        x, by = src[i], operand[i // wide]
-        sign, new = _SIGN, np.float32(made)
-        if by != by and not (x_first and x != x):
-            sign, new = np.uint32(bits_of_f32(by) & _SIGN), np.float32(value)
-        elif x != x:
-            sign, new = np.uint32(bits_of_f32(x) & _SIGN), np.float32(value)
-        body = np.uint32(bits_of_f32(new) & _MAG) if finite else np.uint32(0x7FC00000)
-        if not signed:
-            sign = np.uint32(bits_of_f32(new) & _SIGN)
-        p[i] = f32_of_bits(np.uint32(body | sign))
+    for k in range(len(operand)):
+        for i in range(k * RUN, (k + 1) * RUN):
+            if p[i] == p[i]:
+                continue
+            x, by = src[i], operand[k]
+            sign, new = _SIGN, np.float32(made)
+            if by != by and not (x_first and x != x):
+                sign, new = np.uint32(bits_of_f32(by) & _SIGN), np.float32(value)
+            elif x != x:
+                sign, new = np.uint32(bits_of_f32(x) & _SIGN), np.float32(value)
+            body = np.uint32(bits_of_f32(new) & _MAG) if finite else np.uint32(0x7FC00000)
+            if not signed:
+                sign = np.uint32(bits_of_f32(new) & _SIGN)
+            p[i] = f32_of_bits(np.uint32(body | sign))
 
 
 @jit
@@ -122,164 +142,225 @@ def negative_nan_codes(p, codes, nan, bit):
 @jit
 def e2m1_unbounded(a):
     """Non-negative `a` rounded to E2M1's steps, to nearest even, as if it had no largest value."""
-    step = np.float32(0.5) if a < 2 else (np.float32(1) if a < 4 else np.float32(2))
-    return np.float32(np.float32(np.rint(np.float32(a / step))) * step)
+    low = a < np.float32(2)
+    mid = a < np.float32(4)
+    step = np.float32(0.5) if low else (np.float32(1) if mid else np.float32(2))
+    per = np.float32(2) if low else (np.float32(1) if mid else np.float32(0.5))
+    return np.float32(np.float32(np.rint(np.float32(a * per))) * step)
 
 
 @jit
-def candidate_error(src, at, wide, operand, scale, g, s, top, measure, fast, clamp, d):
-    """What a candidate scale costs in one block of ``src[at:]``; `d` is scratch for `wide` values.
-
-    `clamp`: TransformerEngine's order, errors added one after the other. Without: fouroversix on
-    torch, which adds the second half of the block to the first, then one after the other.
-    """
-    six = np.float32(6)
-    for i in range(wide):
-        x = src[at + i]
-        p = np.float32(x * operand)
-        a = np.float32(abs(p))
-        if clamp:
-            a = six if a > six else a
-        q = e2m1_unbounded(a)
-        q = np.float32(-q) if p < 0 else q
-        if clamp and p != p:
-            q = np.float32(0)
-        elif a == np.float32(np.inf):
-            q = np.float32(np.nan)
-        v = np.float32(q * scale)
-        if fast:
-            e = np.float32(v - np.float32(x * s))
-        else:
-            e = np.float32(np.float32(np.float32(v * g) / top) - x)
-        d[i] = np.float32(e * e) if measure == MSE else np.float32(abs(e))
+def total_error(d, measure, pairs):
+    """Sum or largest of a block's errors; see `sums16`, which adds those of sixteen blocks."""
     total = np.float32(0)
     if measure == MAX:
-        for i in range(wide):
+        for i in range(len(d)):
             total = d[i] if not (d[i] <= total) and total == total else total
-    elif clamp:
-        for i in range(wide):
-            total = np.float32(total + d[i])
+    elif pairs:
+        half = len(d) // 2
+        for i in range(half):
+            total = np.float32(total + np.float32(d[i] + d[i + half]))
     else:
-        for i in range(wide // 2):
-            total = np.float32(total + np.float32(d[i] + d[i + wide // 2]))
+        for i in range(len(d)):
+            total = np.float32(total + d[i])
     return total
 
 
 @jit
-def four_is_better(src, wide, op6, op4, s6, s4, g, s, top, measure, fast, clamp, pick):
-    """Per block: is the error with its largest value mapped to 4 smaller than with 6?"""
-    d = np.empty(wide, np.float32)
-    for k in range(len(pick)):
-        at = k * wide
-        e6 = candidate_error(src, at, wide, op6[k], s6[k], g, s, top, measure, fast, clamp, d)
-        e4 = candidate_error(src, at, wide, op4[k], s4[k], g, s, top, measure, fast, clamp, d)
-        pick[k] = e4 < e6
+def four_is_better(
+    src, runs, op6, op4, s6, s4, g, s, top, measure, largest, squared, fast, clamp, pairs, pick
+):  # fmt: skip
+    """Per block of `runs` runs: is the error with the largest value at 4 smaller than with 6?
+
+    `largest`, `squared`, `fast`, `clamp` and `pairs` are None or a number, as `error16` and
+    `sums16` want them. `pairs`: torch adds sixteen floats so on a CPU.
+    """
+    size = runs * RUN
+    d6, d4 = np.empty(RUN * size, np.float32), np.empty(RUN * size, np.float32)
+    e6, e4 = np.empty(RUN, np.float32), np.empty(RUN, np.float32)
+    for first in range(0, len(pick), RUN):
+        count = min(RUN, len(pick) - first)
+        for k in range(first, first + count):
+            for r in range(runs):
+                at, to = (k * runs + r) * RUN, ((k - first) * runs + r) * RUN
+                error16(src, at, op6[k], s6[k], g, s, top, squared, fast, clamp, d6, to)
+                error16(src, at, op4[k], s4[k], g, s, top, squared, fast, clamp, d4, to)
+        if runs == 1:
+            sums16(d6, 0, largest, pairs, e6, 0)
+            sums16(d4, 0, largest, pairs, e4, 0)
+        else:
+            for k in range(count):
+                e6[k] = total_error(d6[k * size : (k + 1) * size], measure, pairs is not None)
+                e4[k] = total_error(d4[k * size : (k + 1) * size], measure, pairs is not None)
+        for k in range(count):
+            pick[first + k] = e4[k] < e6[k]
 
 
 @jit
-def wrap(p, operand, wide):
+def wrap(p, operand):
     """E2M1 values of what fouroversix packs: no clamp, bfloat16's exponent cut to one byte.
 
     A byte's high nibble (the odd element) also takes the bits that overflow from the even one.
-    Blocks whose operand is -Inf are zero throughout.
+    Runs whose operand is -Inf are zero throughout.
     """
-    spill = np.uint32(0)
-    for i in range(len(p)):
-        x = p[i]
-        a = np.float32(abs(x))
-        if operand[i // wide] == np.float32(-np.inf):
-            raw = np.uint32(0)
-        elif not a <= np.float32(3.4028234663852886e38):
+    one = np.uint32(1)
+    for k in range(len(operand)):
+        spill = np.uint32(0)
+        for i in range(RUN):
+            bits = np.uint32(bits_of_f32(p[k * RUN + i]))
+            mag = np.uint32(bits & _MAG)
+            v = e2m1_unbounded(f32_of_bits(mag))
             raw = np.uint32(0x0B)
-        else:
-            v = e2m1_unbounded(a)
-            bits = bits_of_f32(v)
-            bits = np.uint32(
-                np.uint32(
-                    bits + np.uint32(0x7FFF) + np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+            if mag < _INF:
+                rounded = np.uint32(bits_of_f32(_bfloat16(v)) >> np.uint32(16))
+                exponent = np.uint32(rounded >> np.uint32(7))
+                raw = np.uint32(
+                    np.uint32((exponent - np.uint32(126)) << one)
+                    | np.uint32((rounded >> np.uint32(6)) & one)
                 )
-                >> np.uint32(16)
-            )
-            exp, top = (
-                np.uint32(bits >> np.uint32(7)),
-                np.uint32((bits >> np.uint32(6)) & np.uint32(1)),
-            )
-            if v == 0:
+                if v < 1:
+                    raw = np.uint32(v * np.float32(2))
+                sign = np.uint32(8) if bits & _SIGN else np.uint32(0)
+                raw = np.uint32((raw | sign) & np.uint32(0xFF))
+            if operand[k] == np.float32(-np.inf):
                 raw = np.uint32(0)
-            elif v == np.float32(0.5):
-                raw = np.uint32(1)
-            else:
-                raw = np.uint32(((exp - np.uint32(126)) << np.uint32(1)) | top)
-            sign = np.uint32(8) if bits_of_f32(x) & _SIGN else np.uint32(0)
-            raw = np.uint32((raw | sign) & np.uint32(0xFF))
-        odd = (i % wide) & 1
-        code = np.uint32((raw | spill) & np.uint32(15)) if odd else np.uint32(raw & np.uint32(15))
-        spill = np.uint32(0) if odd else np.uint32(raw >> np.uint32(4))
-        mag = code & np.uint32(7)
-        # E2M1: 0, 0.5, then exponent and one mantissa bit.
-        if mag < 2:
-            value = np.float32(mag) * np.float32(0.5)
-        else:
-            value = f32_of_bits(np.uint32((mag + np.uint32(252)) << np.uint32(22)))
-        p[i] = np.float32(-value) if code & np.uint32(8) else value
+            code = np.uint32(np.uint32(raw | spill) & np.uint32(15))
+            spill = np.uint32(0) if i & 1 else np.uint32(raw >> np.uint32(4))
+            # E2M1: 0, 0.5, then exponent and one mantissa bit.
+            small = np.uint32(code & np.uint32(7))
+            value = f32_of_bits(np.uint32(np.uint32(small + np.uint32(252)) << np.uint32(22)))
+            if small < 2:
+                value = np.float32(np.float32(small) * np.float32(0.5))
+            p[k * RUN + i] = np.float32(-value) if code & np.uint32(8) else value
 
 
 @jit
-def microxcaling(src, operand, wide, out, man, min_exp, largest, rounding, narrow, below):
+def microxcaling(src, operand, rule, reach, nearest, even, narrow, out):
     """Elements as microxcaling rounds them: a private exponent by float log2, then floor.
 
-    `man` is the number of fraction bits of the scaled integer, `min_exp` its smallest exponent
-    (equal for all elements of an integer format: then `below` has length 0). `narrow`: the sum
-    before the floor is rounded to bfloat16. `out` receives values on the element's grid, 0 where
-    the block is NaN.
+    `rule`: (fraction bits of the scaled integer, smallest exponent, bits of the largest value).
+    `reach`: how far below 2^k a logarithm rounds up to k, for k = 1, -1, -2, -4, -8, -16 (those
+    between are alike), or None for an integer format. `nearest`: half is added before the floor;
+    `even`: half an odd number is taken back; `narrow`: sums are rounded to bfloat16 (None or a
+    number each). `out` receives values on the element's grid, 0 where the block is NaN.
     """
-    half = np.float32(0.5)
     for k in range(len(operand)):
-        by = operand[k]
-        for i in range(k * wide, (k + 1) * wide):
-            y = np.float32(src[i] / by)
-            bits = np.uint32(bits_of_f32(y) & _MAG)
-            a = f32_of_bits(bits)
-            exponent = np.int32(np.int32(bits >> np.uint32(23)) - np.int32(127))
-            if len(below):
-                rest = np.int32(0x800000) - np.int32(bits & np.uint32(0x7FFFFF))
-                at = min(max(exponent + np.int32(151), np.int32(0)), np.int32(299))
-                exponent = np.int32(exponent + np.int32(rest <= below[at]))
-                exponent = max(exponent, np.int32(min_exp))
-            else:
-                exponent = np.int32(0)
-            up = f32_of_bits(np.uint32(np.uint32(man - exponent + np.int32(127)) << np.uint32(23)))
-            down = f32_of_bits(
-                np.uint32(np.uint32(exponent - man + np.int32(127)) << np.uint32(23))
-            )
-            v = np.float32(a * up)
-            if rounding == FLOOR:
-                r = np.float32(np.floor(v))
-            else:
-                near = np.float32(v + half)
-                r = np.float32(np.floor(_bfloat16(near) if narrow else near))
-                if rounding == EVEN:
-                    rest2 = np.float32(v - half)
-                    rest2 = _bfloat16(rest2) if narrow else rest2
-                    # 0.5, 2.5, 4.5, ...: the floor of half has no remainder either.
-                    pair = np.float32(rest2 * half)
-                    if rest2 >= 0 and np.float32(np.floor(pair)) == pair:
-                        r = np.float32(r - np.float32(1))
-            p = np.float32(r * down)
-            p = largest if p > largest else p
-            p = p if by == by else np.float32(0)
-            out[i] = np.float32(-p) if y < 0 else p
+        microxcaling16(
+            src, k * RUN, operand[k], rule, reach, nearest, even, narrow, out, k * RUN
+        )
 
 
 @jit
-def decoded(values, factor, wide, g, has_amax, divisor, has_divisor):
-    """``values`` times their block's factor, times g, over `divisor`, in place, in float32."""
+def any_nan(amax):
+    """Whether any of these float32 bits (without sign) is NaN."""
+    return largest(amax) > _INF
+
+
+@jit
+def needs_care(amax, operand, wraps):
+    """Whether an element of these blocks may become NaN or, where `wraps`, wrap around.
+
+    The largest ``|x| * operand`` of a block is that of its amax, since rounding is monotone.
+    """
+    care = False
+    for k in range(len(amax)):
+        by = operand[k]
+        finite = (amax[k] < _INF) & (np.uint32(bits_of_f32(by) & _MAG) < _INF)
+        large = wraps & (np.float32(f32_of_bits(amax[k]) * by) >= _SEVEN)
+        care = care | (not finite) | large
+    return care
+
+
+@jit
+def decoded(values, factor, g, times_g, divisor, divides, plus_zero):
+    """``values`` times their run's factor, times g, over `divisor`, in place; NaN is canonical.
+
+    `plus_zero`: -0 becomes +0 first.
+    """
+    keep = np.float32(-0.0)
     for k in range(len(factor)):
-        by = factor[k]
-        for i in range(k * wide, (k + 1) * wide):
-            v = np.float32(values[i] * by)
-            if has_amax:
-                v = np.float32(v * g)
-            if has_divisor:
-                v = np.float32(v / divisor)
-            values[i] = v
+        i = k * RUN
+        if plus_zero:
+            times16(values, i, np.float32(1), np.float32(0), values, i)
+        times16(values, i, factor[k], keep, values, i)
+        if times_g:
+            times16(values, i, g, keep, values, i)
+        if divides:
+            over16(values, i, divisor, keep, values, i)
+        quiet16(values, i)
+
+
+@jit
+def mx_lookup(amax, table, stored, multiplier, factor):
+    """Scales from float32 amax bits by the table of `numba_dialects.mx_table`."""
+    for k in range(len(amax)):
+        bits = amax[k]
+        e = np.int64(bits >> np.uint32(23)) if bits else np.int64(256)
+        row = 2 * e + np.int64((bits & np.uint32(0x7FFFFF)) > table[0, 2 * e])
+        stored[k] = table[1, row]
+        multiplier[k] = f32_of_bits(table[2, row])
+        factor[k] = f32_of_bits(table[3, row])
+
+
+@jit
+def no_negative_zero(values):
+    """-0 becomes +0, in place."""
+    nought = np.float32(0)
+    for i in range(len(values)):
+        values[i] = values[i] + nought
+
+
+@jit
+def no_negative_zero_codes(codes, minus):
+    for i in range(len(codes)):
+        codes[i] = 0 if codes[i] == minus else codes[i]
+
+
+@jit
+def narrow_bfloat16(src, out):
+    """bfloat16 bits (uint16) of float32, to nearest even, NaN canonical."""
+    for i in range(0, len(src), RUN):
+        narrow16(src, i, out, i)
+
+
+@jit
+def cast_runs(
+    src, operand, out, params, safe_params, careful, how, zero, wraps, nan, own, words, nan_code,
+    bit, factor, order,
+):  # fmt: skip
+    """Scale and cast `src` into `out`: codes, or values of the element format.
+
+    `careful`: what is cast may be NaN, or wrap around where `wraps`. `safe_params` serve where a NaN
+    is left, and for `words`, the random ones or None. `nan` is (value, made, finite, signed, x
+    first). `own`: None, or the last arguments of `microxcaling`. `bit` is the sign bit of a format
+    that has a NaN, else 0. `factor` and `order` (None, or the arguments of `decoded`) turn element
+    values into decoded ones.
+    """
+    scratch = np.empty(ROWS * RUN, np.float32)
+    for first in range(0, len(operand), ROWS):
+        last = min(first + ROWS, len(operand))
+        by, x = operand[first:last], src[first * RUN : last * RUN]
+        p, target = scratch[: len(x)], out[first * RUN : last * RUN]
+        left = False
+        if own is not None:
+            microxcaling(x, by, own[0], own[1], own[2], own[3], own[4], p)
+        else:
+            scaled(x, by, how, zero, p)
+            if careful:
+                if wraps:
+                    wrap(p, by)
+                else:
+                    replace_nan(x, by, p, nan[0], nan[1], nan[2], nan[3], nan[4])
+                    left = not nan[2]
+        if words is not None:
+            some = words[first * RUN : last * RUN]
+            cast_flat_sr(p, target, 0, len(p), safe_params, None, None, some, 0, 0, 0)
+        elif left:
+            cast_flat(p, target, 0, len(p), safe_params, None, None, None)
+        else:
+            cast_flat(p, target, 0, len(p), params, None, None, None)
+        if left and bit:
+            negative_nan_codes(p, target, nan_code, bit)
+        if order is not None:
+            by = factor[first:last]
+            decoded(target, by, order[0], order[1], order[2], order[3], order[4])

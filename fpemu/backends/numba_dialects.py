@@ -7,35 +7,51 @@ amaxes (`fpemu.dialects`); everything that touches elements is a compiled loop.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil, prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fpemu.backends import Parts, Request, dialect_loops, element_format, loops, scales_shape
+from fpemu.backends import NARROW_KINDS, Parts, Request, dialect_loops, loops, scales_shape
+from fpemu.backends.dialect_loops import RUN
 from fpemu.backends.kernels import bias_params, clamp_params, fits_fast
 from fpemu.backends.pieces import block_steps, pieces
 from fpemu.backends.threads import parallel
 from fpemu.casting import value_table
-from fpemu.dialects import DECODE, ERRORS, Dialect, dialect_of, element_nan, log2_slack, to_bfloat16
-from fpemu.formats import E4M3, BlockFormat, Format
-from fpemu.scaling import NUMPY, Array, Ops, Scales, TensorScale
+from fpemu.dialects import (
+    DECODE,
+    ERRORS,
+    Dialect,
+    dialect_of,
+    element_nan,
+    log2_slack,
+    to_bfloat16,
+    zero_sign,
+)
+from fpemu.formats import E4M3, E8M0, BlockFormat, Format
+from fpemu.scaling import NUMPY, Array, Ops, Scales, TensorScale, decode_mag, encode_rne
 
-PIECE = 1 << 16  # elements: piece and scratch together fit a core's second-level cache
+PIECE = 1 << 17  # elements: half a megabyte, so that piece and scales fit a core's own cache
 _ZERO = {
     "keep": dialect_loops.ZERO_KEEP,
     "never": dialect_loops.ZERO_KEEP,  # seen to after the cast
     "plus": dialect_loops.ZERO_PLUS,
     "minus": dialect_loops.ZERO_MINUS,
 }
+_HOW = {
+    "multiply": dialect_loops.MULTIPLY,
+    "divide": dialect_loops.DIVIDE,
+    "divide-times-3": dialect_loops.DIVIDE_TIMES_3,
+    "microxcaling": dialect_loops.DIVIDE,
+}
 _MEASURE = {"mae": dialect_loops.MAE, "mse": dialect_loops.MSE, "max": dialect_loops.MAX}
-_ROUNDING = {"rna": dialect_loops.NEAREST, "rne": dialect_loops.EVEN, "rtz": dialect_loops.FLOOR}
+#: Exponents whose entries of `log2_slack` stand for all that an element can have.
+_REACH = (1, -1, -2, -4, -8, -16)
 
 
-def _fast_scale(fmt: Format, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _fast_scale(fmt: Format, p: Array) -> tuple[Array, Array]:
     if fmt != E4M3 or p.ndim != 1:
-        from fpemu.scaling import decode_mag, encode_rne
-
         code = encode_rne(NUMPY, fmt, p)
         return code, decode_mag(NUMPY, fmt, code)
     code, value = np.empty(p.shape, np.int32), np.empty(p.shape, np.float32)
@@ -43,146 +59,264 @@ def _fast_scale(fmt: Format, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return code, value
 
 
-def numpy_ops(kind: str) -> Ops:
+@lru_cache(maxsize=16)
+def _numpy_ops(kind: str) -> Ops:
     return NUMPY._replace(kind=kind, fast_scale=_fast_scale)
 
 
-class Blocks(NamedTuple):
-    """A piece as whole blocks: float32 ``(count * wide,)``, padded with zeros."""
+class Rule(NamedTuple):
+    """What depends on the kind of call only: the arguments of `dialect_loops.cast_runs`."""
 
-    values: np.ndarray
-    count: int
-    wide: int
+    dialect: Dialect
+    ops: Ops
+    params: tuple[int, ...]
+    safe_params: tuple[int, ...]
+    how: int
+    zero: int
+    nan: tuple[np.float32, np.float32, bool, bool, bool]
+    own: tuple[Any, ...] | None
+    nan_code: int
+    bit: int
+    minus: int | None  # the code of -0, where no result may have it
+
+
+@lru_cache(maxsize=512)
+def _rule(
+    fmt: BlockFormat, kind: str, rounding: str, overflow: str, sr_bits: int, values: bool
+) -> Rule:
+    dialect, element = dialect_of(fmt), fmt.element
+    assert dialect is not None
+    safe = bias_params(element, rounding, overflow, values, sr_bits)
+    fast = fits_fast(element, rounding, overflow) and overflow == "sat"
+    nan, zero = element_nan(dialect, element, kind), zero_sign(dialect, element)
+    own = _microxcaling_rule(fmt, kind) if dialect.rounds_itself else None
+    return Rule(
+        dialect,
+        _numpy_ops(kind),
+        clamp_params(element, values) if fast else safe,
+        safe,
+        _HOW[dialect.apply],
+        _ZERO[zero],
+        (
+            np.float32(0.0 if nan.value is None else nan.value), np.float32(nan.made_value),
+            nan.value is not None, nan.signed, dialect.apply != "multiply",
+        ),
+        own,
+        element.nan_code or 0,
+        element.sign_bit if element.has_nan and not values else 0,
+        element.sign_bit if zero == "never" else None,
+    )  # fmt: skip
+
+
+def _microxcaling_rule(fmt: BlockFormat, kind: str) -> tuple[Any, ...]:
+    """The arguments of `dialect_loops.microxcaling` between `operand` and `out`."""
+    element, narrow = fmt.element, kind == "bfloat16"
+    below = log2_slack(7 if narrow else 23)[1]
+    reach = None if element.is_integer else tuple(int(below[k + 150]) for k in _REACH)
+    largest = int(np.float32(element.max).view(np.uint32))
+    return (
+        (element.man_bits - element.is_integer, element.emin, largest),
+        reach,
+        _flag(fmt.rounding != "rtz"),
+        _flag(fmt.rounding == "rne"),
+        _flag(narrow),
+    )
+
+
+def _flag(on: bool) -> int | None:
+    """A switch that the kernels see by its type."""
+    return 1 if on else None
+
+
+@lru_cache(maxsize=256)
+def mx_table(fmt: BlockFormat, kind: str) -> np.ndarray | None:
+    """An MX rule as a table, uint32 ``(4, 514)``; None where it is none.
+
+    Such a rule is a step function of the amax with at most one step between two powers of two.
+    Column ``2e`` (``2e + 1``) has, for amaxes with exponent field e up to (beyond) the mantissa in
+    row 0: stored scale, bits of the multiplier, bits of the factor. Field 256 stands for zero. The
+    steps are found by bisection with the rule itself, the array function of `fpemu.dialects`.
+    """
+    dialect = dialect_of(fmt)
+    if dialect is None or fmt.scale != E8M0 or fmt.tensor_scaled or dialect.four is not None:
+        return None
+    ops = _numpy_ops(kind)
+    tensor = dialect.tensor(ops, fmt, np.float32(1))
+
+    def rule(bits: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            scales = dialect.block(ops, fmt, bits.astype(np.uint32).view(np.float32), tensor)
+        rows = (scales.stored, scales.multiplier.view(np.int32), scales.factor.view(np.int32))
+        return np.stack([np.asarray(row).astype(np.int64) & 0xFFFFFFFF for row in rows])
+
+    fields = np.arange(257, dtype=np.int64)
+    base = np.where(fields == 256, 0, fields << 23)
+    low = np.where(fields == 0, 1, 0)
+    high = np.select([fields == 255, fields == 256], [0x400000, 0], 0x7FFFFF)
+    first, last = rule(base + low), rule(base + high)
+    below, above = low.copy(), high.copy()  # the rule is as at `low` at `below`, not at `above`
+    step = (first != last).any(0)
+    below[~step] = above[~step]
+    while (above - below > 1).any():
+        middle = (below + above) // 2
+        same = (rule(base + middle) == first).all(0)
+        below, above = np.where(same, middle, below), np.where(same, above, middle)
+    if (rule(base + np.minimum(below + 1, high))[:, step] != last[:, step]).any():
+        return None
+    table = np.zeros((4, 514), np.uint32)
+    table[0, ::2] = table[0, 1::2] = below
+    table[1:, ::2], table[1:, 1::2] = first, last
+    return table
 
 
 class Scaled(NamedTuple):
-    """A piece ready for the cast."""
+    """A piece whose scales are decided."""
 
-    p: np.ndarray  # what is cast
-    scales: Scales
-    any_nan: bool
+    runs: np.ndarray  # float32, blocks padded with zeros to whole runs of 16
+    amax: np.ndarray  # float32 bits per block, NaN above infinity
+    scales: Scales  # per block
+    per_block: int  # runs of a block
 
 
 class Call:
     """What the pieces of one call share."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, values: bool) -> None:
         fmt = request.fmt
         assert isinstance(fmt, BlockFormat)
-        dialect = dialect_of(fmt)
-        assert dialect is not None
-        x = request.x if request.x.ndim else request.x.reshape(1)
-        words = request.random_bits
-        if words is not None and not request.x.ndim:
-            words = words.reshape(1)
-        random = request.random
+        x, words, random = request.x, request.random_bits, request.random
+        if not x.ndim:
+            x = x.reshape(1)
+            words = None if words is None else words.reshape(1)
         if random is not None and random.global_shape is None:
             random = replace(random, global_shape=x.shape, start=(0,) * x.ndim)
         self.request = replace(request, x=x, random=random, random_bits=words)
         self.fmt: BlockFormat = fmt
-        self.dialect: Dialect = dialect
-        self.ops = numpy_ops(request.kind)
+        self.rule = _rule(
+            fmt, request.kind, request.rounding, request.overflow, request.sr_bits, values
+        )
         self.steps = block_steps(fmt, x.shape, request.axis)
-        self.wide = prod(self.steps)
         self.tensor = self._tensor_scale()
 
     def _tensor_scale(self) -> TensorScale:
-        request = self.request
-        if not self.fmt.tensor_scaled:
-            amax = np.float32(1)
-        elif request.amax is not None:
-            amax = np.float32(request.amax)
-        else:
-            amax = tensor_amax(request, self.dialect.skip_nan)
-            if self.dialect.narrow:
-                amax = to_bfloat16(self.ops, amax)
-        with np.errstate(all="ignore"):
-            return self.dialect.tensor(self.ops, self.fmt, amax)
-
-    def cuts(self) -> list[tuple[slice, ...]]:
-        x = self.request.x
-        return pieces(x.shape, self.steps, PIECE) if x.size else []
-
-    def blocks(self, array: np.ndarray, index: tuple[slice, ...], dtype: Any) -> Blocks:
-        """A piece of an array of x's shape as whole blocks."""
-        with np.errstate(over="ignore"):
-            part = to_blocks(array[index], self.steps)
-            count = part.size // self.wide
-            if dtype is np.float32 and part.dtype == np.uint16 and self.request.kind == "bfloat16":
-                values = np.empty(part.size, np.float32)
-                dialect_loops.widen_bfloat16(part.reshape(-1), values)
+        request, dialect, ops = self.request, self.rule.dialect, self.rule.ops
+        amax = np.float32(1)
+        if self.fmt.tensor_scaled:
+            if request.amax is not None:
+                amax = np.float32(request.amax)
             else:
-                values = np.ascontiguousarray(part, dtype).reshape(-1)
-            if dtype is np.float32 and self.dialect.narrow and self.request.kind != "bfloat16":
-                rounded = np.empty_like(values)
-                dialect_loops.round_bfloat16(values, rounded)
-                values = rounded
-        return Blocks(values, count, self.wide)
-
-    def amaxes(self, blocks: Blocks) -> np.ndarray:
-        bits = np.empty(blocks.count, np.uint32)
-        cols = blocks.values.size
-        loops.amax_strips(
-            blocks.values, bits, 0, 1, 0, cols, 1, cols, 1, blocks.wide, self.dialect.skip_nan
-        )
-        return bits.view(np.float32)
-
-    def scales(self, blocks: Blocks) -> Scales:
-        dialect = self.dialect
+                amax = tensor_amax(request, dialect.skip_nan)
+                if dialect.narrow:
+                    amax = to_bfloat16(ops, amax)
         with np.errstate(all="ignore"):
-            amax = self.amaxes(blocks)
-            six = dialect.block(self.ops, self.fmt, amax, self.tensor)
-            if dialect.four is None:
-                return six
-            four = dialect.four(self.ops, self.fmt, amax, self.tensor)
-        pick = choose(self.ops, dialect, blocks, six, four, self.tensor)
-        return Scales(*(np.where(pick, b, a) for a, b in zip(six, four, strict=True)))
+            return dialect.tensor(ops, self.fmt, amax)
+
+    def run(self, piece: Any) -> None:
+        x = self.request.x
+        if x.size:
+            parallel(piece, [(cut,) for cut in pieces(x.shape, self.steps, PIECE)])
+
+    def runs(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A piece of x as float32, flat."""
+        part, kind = self.request.x[index], self.request.kind
+        if kind == "bfloat16":
+            bits = to_runs(part, self.steps).reshape(-1)
+            values = np.empty(bits.size, np.float32)
+            dialect_loops.widen_bfloat16(bits, values)
+        else:
+            if kind not in NARROW_KINDS:
+                with np.errstate(over="ignore"):
+                    part = part.astype(np.float32)
+            values = np.ascontiguousarray(to_runs(part, self.steps), np.float32).reshape(-1)
+        if self.rule.dialect.narrow and kind != "bfloat16":
+            rounded = np.empty_like(values)
+            dialect_loops.round_bfloat16(values, rounded)
+            values = rounded
+        return values
 
     def scaled(self, index: tuple[slice, ...]) -> Scaled:
-        blocks = self.blocks(self.request.x, index, np.float32)
-        scales = self.scales(blocks)
-        p, nan = prepare(self.fmt, self.dialect, self.request.rounding, self.ops, blocks, scales)
-        return Scaled(p, scales, nan)
+        """Reduce, apply the scale rule, and choose between candidates where there are two."""
+        rule, ops = self.rule, self.rule.ops
+        runs = self.runs(index)
+        per_block = ceil(prod(self.steps) / RUN)
+        size = runs.size
+        true_amax = np.empty(size // RUN // per_block, np.uint32)
+        geometry = (0, 1, 0, size, 1, size, 1, per_block * RUN)
+        loops.amax_strips(runs, true_amax, *geometry, False)
+        bits = true_amax
+        if rule.dialect.skip_nan and dialect_loops.any_nan(true_amax):
+            bits = np.empty_like(true_amax)
+            loops.amax_strips(runs, bits, *geometry, True)
+        table = mx_table(self.fmt, self.request.kind)
+        if table is not None:
+            scales = Scales(
+                np.empty(bits.size, np.uint8),
+                np.empty(bits.size, np.float32),
+                np.empty(bits.size, np.float32),
+            )
+            dialect_loops.mx_lookup(bits, table, *scales)
+            return Scaled(runs, true_amax, scales, per_block)
+        amax = bits.view(np.float32)
+        with np.errstate(all="ignore"):
+            scales = rule.dialect.block(ops, self.fmt, amax, self.tensor)
+            if rule.dialect.four is not None:
+                four = rule.dialect.four(ops, self.fmt, amax, self.tensor)
+                pick = choose(rule.dialect, runs, per_block, scales, four, self.tensor)
+                scales = Scales(
+                    *(np.where(pick, b, a) for a, b in zip(scales, four, strict=True))
+                )
+        return Scaled(runs, true_amax, scales, per_block)
 
     def words(self, index: tuple[slice, ...]) -> np.ndarray | None:
         request = self.request
         if request.rounding != "sr":
             return None
         if request.random_bits is not None:
-            return self.blocks(request.random_bits, index, np.uint32).values
-        random = request.random
-        assert random is not None
-        part = random.shard(index)
-        shape = tuple(s.stop - s.start for s in index)
-        bases = part.row_bases(shape)
-        assert bases is not None
-        words = np.empty(prod(shape), np.uint32)
-        seed, stream = _signed(part.seed), _signed(part.stream)
-        loops.shard_words(words, shape[-1], 0, bases, seed, stream)
-        return np.ascontiguousarray(to_blocks(words.reshape(shape), self.steps)).reshape(-1)
+            words = request.random_bits[index]
+        else:
+            assert request.random is not None
+            part = request.random.shard(index)
+            shape = tuple(s.stop - s.start for s in index)
+            bases = part.row_bases(shape)
+            assert bases is not None
+            words = np.empty(prod(shape), np.uint32)
+            seed, stream = _signed(part.seed), _signed(part.stream)
+            loops.shard_words(words, shape[-1], 0, bases, seed, stream)
+            words = words.reshape(shape)
+        return np.ascontiguousarray(to_runs(words, self.steps)).reshape(-1)
 
-    def cast(self, scaled: Scaled, index: tuple[slice, ...], values: bool) -> np.ndarray:
-        """Codes, or float32 values of the element format, block by block."""
-        request, element = self.request, self.fmt.element
-        rounding = request.rounding
-        if fits_fast(element, rounding, "sat") and request.overflow == "sat" and not scaled.any_nan:
-            params = clamp_params(element, values)
+    def cast(
+        self, scaled: Scaled, index: tuple[slice, ...], out: np.ndarray, order: Any = None
+    ) -> None:
+        """Codes, or float32 values of the element format (decoded by `order`), into `out`."""
+        rule = self.rule
+        direct = out.flags.c_contiguous and out.size == scaled.runs.size and _in_place(self.steps)
+        flat = out.reshape(-1) if direct else np.empty(scaled.runs.size, out.dtype)
+        factor = None
+        if order is not None:
+            factor, order = _repeat(order[0], scaled.per_block), order[1:]
+        operand = np.ascontiguousarray(scaled.scales.multiplier)
+        wraps, careful = rule.dialect.wraps, False
+        if rule.own is not None:
+            operand = np.float32(1) / operand  # exact: see `microxcaling16`
+        elif rule.how == dialect_loops.MULTIPLY:
+            careful = dialect_loops.needs_care(scaled.amax, operand, wraps)
         else:
-            params = bias_params(element, rounding, request.overflow, values, request.sr_bits)
-        dtype = np.float32 if values else element.code_dtype
-        out = np.empty(scaled.p.size, dtype)
-        words = self.words(index)
-        if words is None:
-            loops.cast_flat(scaled.p, out, 0, out.size, params, None, None, None)
-        else:
-            loops.cast_flat_sr(scaled.p, out, 0, out.size, params, None, None, words, 0, 0, 0)
-        if self.dialect.zero == "never":
-            minus = out == 0 if values else out == element.sign_bit
-            out[minus] = 0
-        if scaled.any_nan and not values and element.has_nan:
-            nan = element.nan_code
-            dialect_loops.negative_nan_codes(scaled.p, out, nan, element.sign_bit)
-        return out
+            with np.errstate(all="ignore"):
+                careful = dialect_loops.needs_care(scaled.amax, np.float32(1) / operand, wraps)
+        by = _repeat(operand, scaled.per_block)
+        dialect_loops.cast_runs(
+            scaled.runs, by, flat, rule.params, rule.safe_params, careful, rule.how, rule.zero,
+            wraps, rule.nan, rule.own, self.words(index), rule.nan_code, rule.bit,
+            factor, order,
+        )  # fmt: skip
+        if rule.minus is not None:
+            if flat.dtype == np.float32:
+                dialect_loops.no_negative_zero(flat)
+            else:
+                dialect_loops.no_negative_zero_codes(flat, rule.minus)
+        if not direct:
+            from_runs(flat, self.steps, out)
 
 
 # The verbs ---------------------------------------------------------------------------------------
@@ -190,7 +324,7 @@ class Call:
 
 def encode(request: Request) -> Parts:
     """Codes, scales and the number that the library stores for the tensor."""
-    call = Call(request)
+    call = Call(request, values=False)
     x, fmt = call.request.x, call.fmt
     codes = np.empty(x.shape, fmt.element.code_dtype)
     shape = scales_shape(fmt, x.shape, request.axis)
@@ -199,49 +333,59 @@ def encode(request: Request) -> Parts:
 
     def piece(index: tuple[slice, ...]) -> None:
         scaled = call.scaled(index)
-        from_blocks(call.cast(scaled, index, False), call.steps, codes[index])
+        call.cast(scaled, index, codes[index])
         where = block_index(index, call.steps)
         scales[where] = scaled.scales.stored.reshape(scales[where].shape)
 
-    parallel(piece, [(cut,) for cut in call.cuts()])
+    call.run(piece)
     stored = np.array(call.tensor.decode, np.float32) if fmt.tensor_scaled else None
-    return Parts(codes.reshape(request.x.shape), scales.reshape(_shape(request)), stored)
-
-
-def _shape(request: Request) -> tuple[int, ...]:
-    assert isinstance(request.fmt, BlockFormat)
-    shape = scales_shape(request.fmt, request.x.shape, request.axis)
-    assert shape is not None
-    return shape
+    final = scales_shape(fmt, request.x.shape, request.axis)
+    return Parts(codes.reshape(request.x.shape), scales.reshape(final), stored)
 
 
 def quantize(request: Request, out: np.ndarray, store: Any) -> None:
     """Values into `out`; `store` writes float64 values into an output of any dtype."""
-    call = Call(request)
+    call = Call(request, values=True)
     target = out if out.ndim else out.reshape(1)
+    number = np.float32(call.tensor.decode)
 
     def piece(index: tuple[slice, ...]) -> None:
         scaled = call.scaled(index)
-        values = call.cast(scaled, index, True)
-        values = in_order(call.ops, call.fmt, values, scaled.scales.factor, call.tensor.decode)
-        put(values, call.steps, target[index], store)
+        part = target[index]
+        order = decode_order(call.rule.ops, call.fmt, scaled.scales.factor, number, part.dtype)
+        if order is not None and part.dtype == np.float32:
+            call.cast(scaled, index, part, order)
+            return
+        values = np.empty(part.shape, np.float32)
+        call.cast(scaled, index, values, order)
+        if order is None:
+            exact = _exact(values, call.steps, scaled.scales.factor, number)
+            store(exact, part)
+        else:
+            narrow(values, part)
 
-    parallel(piece, [(cut,) for cut in call.cuts()])
+    call.run(piece)
 
 
 def within(request: Request) -> np.ndarray:
     """Where the value that is cast lies within +-max; False under a NaN scale."""
-    call = Call(request)
+    top = np.float32(request.fmt.max)
+    # The cast of twice the range tells what lies beyond: the format's own cast would saturate.
+    call = Call(request, values=True)
     inside = np.empty(call.request.x.shape, np.bool_)
-    top = np.float32(call.fmt.max)
+    rule = call.rule
 
     def piece(index: tuple[slice, ...]) -> None:
-        scaled = call.scaled(index)
-        ok = np.abs(scaled.p) <= top
-        ok &= np.repeat(scaled.scales.factor == scaled.scales.factor, call.wide)
-        from_blocks(ok, call.steps, inside[index])
+        runs, _, scales, per_block = call.scaled(index)
+        p = np.empty_like(runs)
+        by = _repeat(scales.multiplier, per_block)
+        dialect_loops.scaled(runs, by, rule.how, rule.zero, p)
+        ok = np.abs(p) <= top
+        factor = _repeat(scales.factor, per_block)
+        ok &= np.repeat(factor == factor, RUN)
+        from_runs(ok, call.steps, inside[index])
 
-    parallel(piece, [(cut,) for cut in call.cuts()])
+    call.run(piece)
     return inside.reshape(request.x.shape)
 
 
@@ -251,12 +395,22 @@ def decode_piece(
     """A piece of ``decode``, in the dialect's order of products."""
     codes = parts.codes[index]
     steps = block_steps(fmt, parts.codes.shape, axis)
-    values = value_table(fmt.element)[to_blocks(codes, steps)].reshape(-1)
+    values = value_table(fmt.element)[to_runs(codes, steps)].reshape(-1)
     assert fmt.scale is not None
     stored = parts.scales[block_index(index, steps)].reshape(-1)
     scale = stored if stored.dtype == np.float32 else value_table(fmt.scale)[stored]
-    number = np.float32(1) if parts.tensor_scale is None else parts.tensor_scale
-    put(in_order(NUMPY, fmt, values, scale, number), steps, out[index], store)
+    number = np.float32(1) if parts.tensor_scale is None else np.float32(parts.tensor_scale)
+    order = decode_order(NUMPY, fmt, scale, number, out.dtype)
+    if order is None:
+        flat = np.empty(codes.shape, np.float32)
+        from_runs(values, steps, flat)
+        store(_exact(flat, steps, scale, number), out)
+        return
+    runs = values.size // scale.size // RUN
+    dialect_loops.decoded(values, _repeat(order[0], runs), *order[1:])
+    shaped = np.empty(out.shape, np.float32)
+    from_runs(values, steps, shaped)
+    narrow(shaped, out)
 
 
 # Steps -------------------------------------------------------------------------------------------
@@ -270,11 +424,11 @@ def tensor_amax(request: Request, skip_nan: bool) -> np.float32:
 
     def piece(index: tuple[slice, ...]) -> int:
         part = x[index]
-        with np.errstate(over="ignore"):
-            if request.kind == "bfloat16":
-                flat = np.empty(part.size, np.float32)
-                dialect_loops.widen_bfloat16(np.ascontiguousarray(part).reshape(-1), flat)
-            else:
+        if request.kind == "bfloat16":
+            flat = np.empty(part.size, np.float32)
+            dialect_loops.widen_bfloat16(np.ascontiguousarray(part).reshape(-1), flat)
+        else:
+            with np.errstate(over="ignore"):
                 flat = np.ascontiguousarray(part, np.float32).reshape(-1)
         if skip_nan:
             return int(loops.amax_flat(flat, 0, flat.size))
@@ -285,95 +439,90 @@ def tensor_amax(request: Request, skip_nan: bool) -> np.float32:
 
 
 def choose(
-    ops: Ops, dialect: Dialect, blocks: Blocks, six: Scales, four: Scales, tensor: TensorScale
-) -> np.ndarray:
+    dialect: Dialect, runs: np.ndarray, per_block: int, six: Scales, four: Scales,
+    tensor: TensorScale,
+) -> np.ndarray:  # fmt: skip
     """Blocks whose candidate 4 has the smaller error."""
     assert dialect.error is not None
     error = ERRORS[dialect.error]
-    pick = np.empty(blocks.count, np.bool_)
+    pick = np.empty(runs.size // RUN // per_block, np.bool_)
     dialect_loops.four_is_better(
-        blocks.values, blocks.wide, six.multiplier, four.multiplier, six.factor, four.factor,
+        runs, per_block, six.multiplier, four.multiplier, six.factor, four.factor,
         np.float32(tensor.decode), np.float32(tensor.encode), np.float32(error.top),
-        _MEASURE[error.measure], error.fast, not dialect.wraps, pick,
+        _MEASURE[error.measure], _flag(error.measure == "max"), _flag(error.measure == "mse"),
+        _flag(error.fast), _flag(not dialect.wraps),
+        _flag(dialect.wraps and error.measure != "max"), pick,
     )  # fmt: skip
     return pick
 
 
-def prepare(
-    fmt: BlockFormat, dialect: Dialect, rounding: str, ops: Ops, blocks: Blocks, scales: Scales
-) -> tuple[np.ndarray, bool]:
-    """The values that are cast, and whether a NaN is left among them."""
-    element = fmt.element
-    src, wide, operand = blocks.values, blocks.wide, np.ascontiguousarray(scales.multiplier)
-    p = np.empty(src.size, np.float32)
-    if dialect.rounds_itself:
-        bits = element.man_bits - (1 if element.is_integer else 0)
-        below = np.empty(0, np.int32) if element.is_integer else log2_slack(_log_bits(ops))[1]
-        dialect_loops.microxcaling(
-            src, operand, wide, p, np.int32(bits), element.emin, np.float32(element.max),
-            _ROUNDING[rounding], ops.kind == "bfloat16", below,
-        )  # fmt: skip
-        return p, False
-    divide = dialect.apply != "multiply"
-    third = dialect.apply == "divide-times-3"
-    nan = dialect_loops.scaled(src, operand, wide, p, divide, third, _ZERO[dialect.zero])
-    if dialect.wraps:
-        dialect_loops.wrap(p, operand, wide)
-        return p, False
-    if not nan:
-        return p, False
-    nan_row = element_nan(dialect, element)
-    dialect_loops.replace_nan(
-        src, operand, wide, p, np.float32(0.0 if nan_row.value is None else nan_row.value), np.float32(nan_row.made_value),
-        nan_row.value is not None, nan_row.signed, divide,
-    )  # fmt: skip
-    return p, nan_row.value is None
+def decode_order(
+    ops: Ops, fmt: BlockFormat, scale: np.ndarray, number: np.float32, dtype: Any
+) -> tuple[Any, ...] | None:
+    """Factor per block and the arguments of `dialect_loops.decoded`; None: through float64.
 
-
-def _log_bits(ops: Ops) -> int:
-    return 7 if ops.kind == "bfloat16" else 23
-
-
-def in_order(
-    ops: Ops, fmt: BlockFormat, values: np.ndarray, scale: Array, number: Array
-) -> np.ndarray:
-    """Element values (float32, whole blocks) times their scales, in the format's decode order.
-
-    float64 for the exact order, whose products float64 holds; float32 for the others.
+    One float32 product per value is exact for MX and one-level formats (a code has few bits), and
+    the rounding for those orders that libraries compute in float32. Only the exact order with a
+    tensor scale, and its float64 results, need float64.
     """
     order = DECODE[fmt.decode]
-    count = scale.size
+    if order.factor is None and (dtype == np.float64 or fmt.tensor_scaled):
+        return None
+    factor = scale
+    if order.factor is not None:
+        with np.errstate(all="ignore"):
+            factor = order.factor(ops, scale, number)
+    divisor = np.float32(1.0 if order.divisor is None else order.divisor)
+    return factor, number, order.amax, divisor, order.divisor is not None, order.plus_zero
+
+
+def _exact(
+    values: np.ndarray, steps: tuple[int, ...], scale: np.ndarray, number: np.float32
+) -> np.ndarray:
+    """float64 products of element values (shaped) with their scales, NaN canonical."""
+    grid = [ceil(n / step) for n, step in zip(values.shape, steps, strict=True)]
     with np.errstate(all="ignore"):
-        if order.factor is None:
-            product = scale.astype(np.float64) * np.float64(number)
-            return (values.reshape(count, -1) * product[:, None]).reshape(-1)
-        factor = np.ascontiguousarray(order.factor(ops, scale, np.float32(number)))
-    divisor = 1.0 if order.divisor is None else order.divisor
-    dialect_loops.decoded(
-        values, factor, values.size // count, np.float32(number), order.amax, np.float32(divisor),
-        order.divisor is not None,
-    )  # fmt: skip
-    return values
+        factor = (scale.astype(np.float64) * np.float64(number)).reshape(grid)
+        for axis, (n, step) in enumerate(zip(values.shape, steps, strict=True)):
+            if step > 1:
+                factor = np.repeat(factor, step, axis)[(slice(None),) * axis + (slice(n),)]
+        product = values * factor
+    product[np.isnan(product)] = np.nan
+    return product
 
 
-def put(values: np.ndarray, steps: tuple[int, ...], out: np.ndarray, store: Any) -> None:
-    """Values of whole blocks into `out`, rounded to its dtype; NaN is canonical."""
-    shaped = np.empty(out.shape, values.dtype)
-    from_blocks(values, steps, shaped)
-    nan = shaped != shaped
-    if nan.any():
-        shaped[nan] = np.nan
-    if out.dtype == np.float32 and shaped.dtype == np.float32:
-        out[...] = shaped
+def narrow(values: np.ndarray, out: np.ndarray) -> None:
+    """float32 values into an output of any float dtype (uint16: bfloat16 bits), rounded once."""
+    if out.dtype == np.uint16:
+        padded = np.zeros(ceil(values.size / RUN) * RUN, np.float32)
+        padded[: values.size] = values.reshape(-1)
+        bits = np.empty(padded.size, np.uint16)
+        dialect_loops.narrow_bfloat16(padded, bits)
+        out[...] = bits[: values.size].reshape(out.shape)
     else:
-        store(shaped.astype(np.float64, copy=False), out)
+        with np.errstate(all="ignore"):
+            out[...] = values
+
+
+def _repeat(per_block: np.ndarray, runs: int) -> np.ndarray:
+    """One entry per run from one per block."""
+    return np.ascontiguousarray(per_block) if runs == 1 else np.repeat(per_block, runs)
 
 
 # Layout ------------------------------------------------------------------------------------------
 
 
-def to_blocks(part: np.ndarray, steps: tuple[int, ...]) -> np.ndarray:
-    """``(..., block)``: the blocks of a piece in C order, short ones padded with zeros."""
+def to_runs(part: np.ndarray, steps: tuple[int, ...]) -> np.ndarray:
+    """The blocks of a piece one after the other, short ones padded with zeros, whole runs each."""
+    size = prod(steps)
+    blocks = _to_blocks(part, steps)
+    if size % RUN == 0:
+        return blocks
+    blocks = np.ascontiguousarray(blocks).reshape(-1, size)
+    return np.pad(blocks, [(0, 0), (0, -size % RUN)])
+
+
+def _to_blocks(part: np.ndarray, steps: tuple[int, ...]) -> np.ndarray:
     if any(n % step for n, step in zip(part.shape, steps, strict=True)):
         pad = [(0, -n % step) for n, step in zip(part.shape, steps, strict=True)]
         part = np.pad(part, pad)
@@ -384,8 +533,16 @@ def to_blocks(part: np.ndarray, steps: tuple[int, ...]) -> np.ndarray:
     return part.reshape(split).transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2))
 
 
-def from_blocks(flat: np.ndarray, steps: tuple[int, ...], out: np.ndarray) -> None:
-    """The inverse of `to_blocks`, into `out`."""
+def _in_place(steps: tuple[int, ...]) -> bool:
+    """Whether blocks lie one after the other in C order, in whole runs."""
+    return prod(steps[:-1]) == 1 and steps[-1] % RUN == 0
+
+
+def from_runs(flat: np.ndarray, steps: tuple[int, ...], out: np.ndarray) -> None:
+    """The inverse of `to_runs`, into `out`."""
+    size = prod(steps)
+    if size % RUN:
+        flat = flat.reshape(-1, ceil(size / RUN) * RUN)[:, :size].reshape(-1)
     grid = [ceil(n / step) for n, step in zip(out.shape, steps, strict=True)]
     rank = out.ndim
     if prod(steps[:-1]) == 1:

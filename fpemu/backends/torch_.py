@@ -30,7 +30,7 @@ from fpemu.backends import (
     torch_dialects,
 )
 from fpemu.casting import ROUNDINGS, Specials, specials
-from fpemu.dialects import dialect_of
+from fpemu.dialects import dialect_of, zero_sign
 from fpemu.formats import BF16, FP16, FP32, BlockFormat, Format
 from fpemu.rng import PHILOX_M, PHILOX_ROUNDS, PHILOX_W, Random
 
@@ -517,7 +517,7 @@ def _codes(request: Request, chunk: Chunk, granule: tuple[int, ...], scaled: Sca
     codes = _cast(scaled.value, element, request.rounding, code, words, request.sr_bits)
     dialect = dialect_of(request.fmt)
     if dialect is not None:
-        if dialect.zero == "never":
+        if zero_sign(dialect, element) == "never":
             codes = codes.masked_fill(codes == element.sign_bit, 0)
         if not element.has_nan:
             return codes

@@ -20,6 +20,7 @@ from fpemu.dialects import (
     element_nan,
     floor_log2,
     to_bfloat16,
+    zero_sign,
 )
 from fpemu.formats import BlockFormat
 from fpemu.scaling import Ops, Scales, TensorScale
@@ -74,11 +75,12 @@ def _scaled(
     p = x * operand if dialect.apply == "multiply" else x / operand
     if dialect.apply == "divide-times-3":
         p = p * _f32(ops, x, 3.0)
-    if dialect.zero in ("plus", "minus"):
-        p = torch.where(p == 0, _f32(ops, x, 0.0 if dialect.zero == "plus" else -0.0), p)
+    zero = zero_sign(dialect, fmt.element)
+    if zero in ("plus", "minus"):
+        p = torch.where(p == 0, _f32(ops, x, 0.0 if zero == "plus" else -0.0), p)
     if dialect.wraps:
         return _wrap(ops, p, operand)
-    nan = element_nan(dialect, fmt.element)
+    nan = element_nan(dialect, fmt.element, ops.kind)
     # Of two NaNs torch keeps the second factor's, and the dividend's.
     x_nan = x != x
     by_nan = operand != operand
@@ -193,6 +195,8 @@ def in_order(ops: Ops, fmt: BlockFormat, q: Tensor, scale: Tensor, number: Tenso
     """float32 values of elements `q` and block scales in the format's decode order."""
     order = DECODE[fmt.decode]
     assert order.factor is not None
+    if order.plus_zero:
+        q = torch.where(q == 0, _f32(ops, q, 0.0), q)
     value = q * order.factor(ops, scale, number).unsqueeze(-1)
     if order.amax:
         value = value * number
