@@ -45,6 +45,9 @@ class Nan(NamedTuple):
         return 0.0 if value is None else value
 
 
+_PLAIN_NAN = Nan()
+
+
 @dataclass(frozen=True)
 class Dialect:
     """One library's way of quantizing a block.
@@ -84,7 +87,7 @@ class Dialect:
     apply: str = "multiply"
     skip_nan: bool = False
     zero: str = "keep"
-    nan: Nan = Nan()
+    nan: Nan = _PLAIN_NAN
     wraps: bool = False
     narrow: bool = False
     narrow_nan: bool = False

@@ -5,7 +5,6 @@ As in `kernels`, the *types* of some arguments choose the code: None or a number
 
 from __future__ import annotations
 
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -14,8 +13,6 @@ from numba.extending import intrinsic
 from fpemu.backends import vector as V
 from fpemu.backends.kernels import INF, MAG, QNAN, SIGN, _pointer
 from fpemu.backends.vector import I16, I32, I64, LANES, Vec, splat
-
-
 
 
 def _load(context, b, kind, array, index) -> Vec:  # type: ignore[no-untyped-def]
@@ -126,9 +123,8 @@ def _rint(a: Vec) -> Vec:
 
 
 def _floor(a: Vec) -> Vec:
-    """Floor of a non-negative float below 2^23."""
-    near = _rint(a)
-    return (near > a).where(near - 1.0, near)
+    """Floor of a float in 0 .. 2^23."""
+    return a.to_int().to_f32()
 
 
 def _e2m1_unbounded(a: Vec) -> Vec:
@@ -184,7 +180,8 @@ def microxcaling16(typingctx, src, si, by, rule, reach, nearest, even, narrow, d
         )
         # The scale is a power of two: the product with its inverse rounds as the quotient does.
         y = _load(context, b, kinds[0], values[0], values[1]) * splat(b, values[2])
-        bits, sign = y.bits() & MAG, y.bits() & SIGN
+        # 2^17 is beyond every element; NaN and Inf stand in blocks that are NaN throughout.
+        bits, sign = (y.bits() & MAG).min(144 << 23), y.bits() & SIGN
         exponent = bits.splat(0)
         if _given(kinds[4]):
             steps = [splat(b, b.trunc(v, I32)) for v in cgutils.unpack_tuple(b, values[4])]
@@ -209,8 +206,7 @@ def microxcaling16(typingctx, src, si, by, rule, reach, nearest, even, narrow, d
                 left = (_bfloat16_bits(left.bits()) << 16).floats()
             r = _floor(near)
             if _given(kinds[6]):
-                size = (left.bits() & MAG).floats()
-                pair = size * half
+                pair = (left.bits() & MAG).floats() * half
                 tie = (left < 0.0).where(v.splat(1.0), pair - _floor(pair)) == 0.0
                 r = tie.where(r - 1.0, r)
         p = r * ((bits.splat(254) - shift) << 23).floats()
@@ -221,13 +217,7 @@ def microxcaling16(typingctx, src, si, by, rule, reach, nearest, even, narrow, d
         _store(context, b, kinds[8], values[8], values[9], (p.bits() | nonzero).floats())
         return context.get_dummy_value()
 
-    return types.void(
-        src, si, types.float32, rule, reach, nearest, even, narrow, dst, di
-    ), codegen
-
-
-
-
+    return types.void(src, si, types.float32, rule, reach, nearest, even, narrow, dst, di), codegen
 
 
 def _transposed(b: ir.IRBuilder, rows: list[Vec]) -> list[Vec]:

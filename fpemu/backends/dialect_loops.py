@@ -1,14 +1,13 @@
 """numba loops of the dialects, on runs of sixteen float32 elements.
 
-A block is one run or several; elements lie in flat arrays of whole runs, with one operand and one
-factor per run. Every function releases the GIL and touches only what it is given.
+A block is one run or several; elements lie in flat arrays of whole blocks, with one operand and one
+factor each. Every function releases the GIL and touches only what it is given.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from fpemu.backends.jit import jit
 from fpemu.backends.dialect_kernels import (
     error16,
     microxcaling16,
@@ -20,6 +19,7 @@ from fpemu.backends.dialect_kernels import (
     times16,
     widen16,
 )
+from fpemu.backends.jit import jit
 from fpemu.backends.kernels import bits_of_f32, f32_of_bits, fold16
 from fpemu.backends.loops import cast_flat, cast_flat_sr, largest
 
@@ -29,7 +29,7 @@ ZERO_KEEP, ZERO_PLUS, ZERO_MINUS = range(3)
 MAE, MSE, MAX = range(3)
 MULTIPLY, DIVIDE, DIVIDE_TIMES_3 = range(3)
 RUN = 16
-ROWS = 256  # runs between one step and the next: 16 KiB of float32
+CHUNK = 4096  # elements between one step and the next: 16 KiB of float32
 
 
 @jit
@@ -92,23 +92,25 @@ def scale_e4m3(p, code, value):
 
 
 @jit
-def scaled(src, operand, how, zero, out):
-    """What is cast, run by run."""
+def scaled(src, operand, size, how, zero, out):
+    """What is cast, for blocks of `size` elements."""
     keep = np.float32(-0.0)
     add = np.float32(0) if zero == ZERO_PLUS else keep
     for k in range(len(operand)):
-        if how == MULTIPLY:
-            times16(src, k * RUN, operand[k], add, out, k * RUN)
-        else:
-            over16(src, k * RUN, operand[k], add, out, k * RUN)
-            if how == DIVIDE_TIMES_3:
-                times16(out, k * RUN, np.float32(3), keep, out, k * RUN)
-        if zero == ZERO_MINUS:
-            minus_zero16(out, k * RUN)
+        by = operand[k]
+        for i in range(k * size, (k + 1) * size, RUN):
+            if how == MULTIPLY:
+                times16(src, i, by, add, out, i)
+            else:
+                over16(src, i, by, add, out, i)
+                if how == DIVIDE_TIMES_3:
+                    times16(out, i, np.float32(3), keep, out, i)
+            if zero == ZERO_MINUS:
+                minus_zero16(out, i)
 
 
 @jit
-def replace_nan(src, operand, p, value, made, finite, signed, x_first):
+def replace_nan(src, operand, size, p, value, made, finite, signed, x_first):
     """NaN in `p` becomes `value`, or `made` where the operation made it (`finite`: else it stays
     NaN); its sign survives where `signed`.
 
@@ -116,7 +118,7 @@ def replace_nan(src, operand, p, value, made, finite, signed, x_first):
     negative.
     """
     for k in range(len(operand)):
-        for i in range(k * RUN, (k + 1) * RUN):
+        for i in range(k * size, (k + 1) * size):
             if p[i] == p[i]:
                 continue
             x, by = src[i], operand[k]
@@ -167,47 +169,52 @@ def total_error(d, measure, pairs):
 
 
 @jit
-def four_is_better(
-    src, runs, op6, op4, s6, s4, g, s, top, measure, largest, squared, fast, clamp, pairs, pick
+def choose_four(
+    src, runs, six, four, g, s, top, measure, largest, squared, fast, clamp, pairs
 ):  # fmt: skip
-    """Per block of `runs` runs: is the error with the largest value at 4 smaller than with 6?
+    """Where the error with a block's largest value at 4 is smaller, `six` takes the scales of
+    `four`: tuples of arrays (stored, multiplier, scale, decode factor) with an entry per block.
 
     `largest`, `squared`, `fast`, `clamp` and `pairs` are None or a number, as `error16` and
     `sums16` want them. `pairs`: torch adds sixteen floats so on a CPU.
     """
-    size = runs * RUN
+    size, count = runs * RUN, len(six[0])
     d6, d4 = np.empty(RUN * size, np.float32), np.empty(RUN * size, np.float32)
     e6, e4 = np.empty(RUN, np.float32), np.empty(RUN, np.float32)
-    for first in range(0, len(pick), RUN):
-        count = min(RUN, len(pick) - first)
-        for k in range(first, first + count):
+    for first in range(0, count, RUN):
+        some = min(RUN, count - first)
+        for k in range(first, first + some):
             for r in range(runs):
                 at, to = (k * runs + r) * RUN, ((k - first) * runs + r) * RUN
-                error16(src, at, op6[k], s6[k], g, s, top, squared, fast, clamp, d6, to)
-                error16(src, at, op4[k], s4[k], g, s, top, squared, fast, clamp, d4, to)
+                error16(src, at, six[1][k], six[2][k], g, s, top, squared, fast, clamp, d6, to)
+                error16(src, at, four[1][k], four[2][k], g, s, top, squared, fast, clamp, d4, to)
         if runs == 1:
             sums16(d6, 0, largest, pairs, e6, 0)
             sums16(d4, 0, largest, pairs, e4, 0)
         else:
-            for k in range(count):
+            for k in range(some):
                 e6[k] = total_error(d6[k * size : (k + 1) * size], measure, pairs is not None)
                 e4[k] = total_error(d4[k * size : (k + 1) * size], measure, pairs is not None)
-        for k in range(count):
-            pick[first + k] = e4[k] < e6[k]
+        for k in range(some):
+            if e4[k] < e6[k]:
+                six[0][first + k] = four[0][first + k]
+                six[1][first + k] = four[1][first + k]
+                six[2][first + k] = four[2][first + k]
+                six[3][first + k] = four[3][first + k]
 
 
 @jit
-def wrap(p, operand):
+def wrap(p, operand, size):
     """E2M1 values of what fouroversix packs: no clamp, bfloat16's exponent cut to one byte.
 
     A byte's high nibble (the odd element) also takes the bits that overflow from the even one.
-    Runs whose operand is -Inf are zero throughout.
+    Blocks whose operand is -Inf are zero throughout.
     """
     one = np.uint32(1)
     for k in range(len(operand)):
         spill = np.uint32(0)
-        for i in range(RUN):
-            bits = np.uint32(bits_of_f32(p[k * RUN + i]))
+        for i in range(k * size, (k + 1) * size):
+            bits = np.uint32(bits_of_f32(p[i]))
             mag = np.uint32(bits & _MAG)
             v = e2m1_unbounded(f32_of_bits(mag))
             raw = np.uint32(0x0B)
@@ -231,11 +238,11 @@ def wrap(p, operand):
             value = f32_of_bits(np.uint32(np.uint32(small + np.uint32(252)) << np.uint32(22)))
             if small < 2:
                 value = np.float32(np.float32(small) * np.float32(0.5))
-            p[k * RUN + i] = np.float32(-value) if code & np.uint32(8) else value
+            p[i] = np.float32(-value) if code & np.uint32(8) else value
 
 
 @jit
-def microxcaling(src, operand, rule, reach, nearest, even, narrow, out):
+def microxcaling(src, operand, size, rule, reach, nearest, even, narrow, out):
     """Elements as microxcaling rounds them: a private exponent by float log2, then floor.
 
     `rule`: (fraction bits of the scaled integer, smallest exponent, bits of the largest value).
@@ -245,9 +252,8 @@ def microxcaling(src, operand, rule, reach, nearest, even, narrow, out):
     number each). `out` receives values on the element's grid, 0 where the block is NaN.
     """
     for k in range(len(operand)):
-        microxcaling16(
-            src, k * RUN, operand[k], rule, reach, nearest, even, narrow, out, k * RUN
-        )
+        for i in range(k * size, (k + 1) * size, RUN):
+            microxcaling16(src, i, operand[k], rule, reach, nearest, even, narrow, out, i)
 
 
 @jit
@@ -257,37 +263,38 @@ def any_nan(amax):
 
 
 @jit
-def needs_care(amax, operand, wraps):
+def needs_care(amax, operand, how, wraps):
     """Whether an element of these blocks may become NaN or, where `wraps`, wrap around.
 
-    The largest ``|x| * operand`` of a block is that of its amax, since rounding is monotone.
+    The largest result of a block is that of its amax, since rounding is monotone.
     """
     care = False
     for k in range(len(amax)):
-        by = operand[k]
-        finite = (amax[k] < _INF) & (np.uint32(bits_of_f32(by) & _MAG) < _INF)
-        large = wraps & (np.float32(f32_of_bits(amax[k]) * by) >= _SEVEN)
-        care = care | (not finite) | large
+        by, a = operand[k], f32_of_bits(amax[k])
+        p = np.float32(a * by) if how == MULTIPLY else np.float32(a / by)
+        # The smallest elements, zeros, are NaN where the operand is infinite (or 0 and divides).
+        zero = np.float32(np.float32(0) * by) if how == MULTIPLY else np.float32(np.float32(0) / by)
+        care = care | (not p < np.float32(np.inf)) | (zero != 0) | (wraps & (p >= _SEVEN))
     return care
 
 
 @jit
-def decoded(values, factor, g, times_g, divisor, divides, plus_zero):
-    """``values`` times their run's factor, times g, over `divisor`, in place; NaN is canonical.
+def decoded(values, factor, size, g, times_g, divisor, divides, plus_zero):
+    """``values`` times their block's factor, times g, over `divisor`, in place; NaN is canonical.
 
     `plus_zero`: -0 becomes +0 first.
     """
     keep = np.float32(-0.0)
     for k in range(len(factor)):
-        i = k * RUN
-        if plus_zero:
-            times16(values, i, np.float32(1), np.float32(0), values, i)
-        times16(values, i, factor[k], keep, values, i)
-        if times_g:
-            times16(values, i, g, keep, values, i)
-        if divides:
-            over16(values, i, divisor, keep, values, i)
-        quiet16(values, i)
+        for i in range(k * size, (k + 1) * size, RUN):
+            if plus_zero:
+                times16(values, i, np.float32(1), np.float32(0), values, i)
+            times16(values, i, factor[k], keep, values, i)
+            if times_g:
+                times16(values, i, g, keep, values, i)
+            if divides:
+                over16(values, i, divisor, keep, values, i)
+            quiet16(values, i)
 
 
 @jit
@@ -324,36 +331,37 @@ def narrow_bfloat16(src, out):
 
 
 @jit
-def cast_runs(
-    src, operand, out, params, safe_params, careful, how, zero, wraps, nan, own, words, nan_code,
-    bit, factor, order,
+def cast_blocks(
+    src, operand, size, out, params, safe_params, careful, how, zero, wraps, nan, own, words,
+    nan_code, bit, factor, order,
 ):  # fmt: skip
-    """Scale and cast `src` into `out`: codes, or values of the element format.
+    """Scale and cast blocks of `size` elements: codes, or values of the element format.
 
     `careful`: what is cast may be NaN, or wrap around where `wraps`. `safe_params` serve where a NaN
     is left, and for `words`, the random ones or None. `nan` is (value, made, finite, signed, x
     first). `own`: None, or the last arguments of `microxcaling`. `bit` is the sign bit of a format
-    that has a NaN, else 0. `factor` and `order` (None, or the arguments of `decoded`) turn element
-    values into decoded ones.
+    that has a NaN, else 0. `factor` and `order` (None, or the last arguments of `decoded`) turn
+    element values into decoded ones.
     """
-    scratch = np.empty(ROWS * RUN, np.float32)
-    for first in range(0, len(operand), ROWS):
-        last = min(first + ROWS, len(operand))
-        by, x = operand[first:last], src[first * RUN : last * RUN]
-        p, target = scratch[: len(x)], out[first * RUN : last * RUN]
+    step = max(CHUNK // size, 1)  # blocks between one step and the next
+    scratch = np.empty(step * size, np.float32)
+    for first in range(0, len(operand), step):
+        last = min(first + step, len(operand))
+        by, x = operand[first:last], src[first * size : last * size]
+        p, target = scratch[: len(x)], out[first * size : last * size]
         left = False
         if own is not None:
-            microxcaling(x, by, own[0], own[1], own[2], own[3], own[4], p)
+            microxcaling(x, by, size, own[0], own[1], own[2], own[3], own[4], p)
         else:
-            scaled(x, by, how, zero, p)
+            scaled(x, by, size, how, zero, p)
             if careful:
                 if wraps:
-                    wrap(p, by)
+                    wrap(p, by, size)
                 else:
-                    replace_nan(x, by, p, nan[0], nan[1], nan[2], nan[3], nan[4])
+                    replace_nan(x, by, size, p, nan[0], nan[1], nan[2], nan[3], nan[4])
                     left = not nan[2]
         if words is not None:
-            some = words[first * RUN : last * RUN]
+            some = words[first * size : last * size]
             cast_flat_sr(p, target, 0, len(p), safe_params, None, None, some, 0, 0, 0)
         elif left:
             cast_flat(p, target, 0, len(p), safe_params, None, None, None)
@@ -363,4 +371,4 @@ def cast_runs(
             negative_nan_codes(p, target, nan_code, bit)
         if order is not None:
             by = factor[first:last]
-            decoded(target, by, order[0], order[1], order[2], order[3], order[4])
+            decoded(target, by, size, order[0], order[1], order[2], order[3], order[4])

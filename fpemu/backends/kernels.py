@@ -36,7 +36,7 @@ SIGN, MAG, INF, QNAN = 0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 # Parameters --------------------------------------------------------------------------------------
 
 # Kernels tell the paths apart by the length of the parameter tuple; the general one is longest.
-CLAMP_PARAMS, RNE_PARAMS = 6, 9
+CLAMP_PARAMS, TIE_PARAMS, RNE_PARAMS = 6, 8, 9
 
 
 def _f32_bits(value: float) -> int:
@@ -81,6 +81,11 @@ def clamp_params(fmt: Format, values: bool) -> tuple[int, ...]:
     first, beyond = _f32_bits(2.0**fmt.emin), _f32_bits(2.0 ** (fmt.emax + 1))
     top = _f32_bits(fmt.max) if values else fmt.max_mag
     return (first, beyond, drop << 23, top, drop, 32 - fmt.bits)
+
+
+def tie_params(fmt: Format, rounding: str, values: bool) -> tuple[int, ...]:
+    """As `clamp_params`, to nearest with ties away (``"rna"``) or toward zero (``"rnz"``)."""
+    return (*clamp_params(fmt, values), fmt.man_bits + 1 << 23, int(rounding == "rna"))
 
 
 def bias_params(
@@ -178,11 +183,20 @@ def _fast_codes(x: Vec, p: list[Vec]) -> Vec:
 
 def _clamped(x: Vec, p: list[Vec], values: bool) -> Vec:
     """A power of two 2**(23-m) times the value's own, added, leaves the m kept bits and rounds."""
-    first, beyond, up, top, drop, sign_shift = p
+    first, beyond, up, top, drop, sign_shift = p[:CLAMP_PARAMS]
     sign, a = x & SIGN, x & MAG
     exponent = (a & INF).max(first).min(beyond)
     magic = exponent + up
     total = a.floats() + magic.floats()
+    if len(p) == TIE_PARAMS:
+        # A tie went to even; the difference says which way, and the next float is the other one.
+        down, away = p[CLAMP_PARAMS:]
+        half = (exponent - down).floats()
+        left = a.floats() - (total - magic.floats())
+        back = (half.bits() ^ SIGN).floats()
+        wrong = left == (away != 0).where(half, back)
+        step = (away != 0).where(x.splat(1), x.splat(-1))
+        total = (total.bits() + wrong.where(step, x.splat(0))).floats()
     if values:
         y = total - magic.floats()
         limit = top.floats()
@@ -333,7 +347,7 @@ def cast16(  # type: ignore[no-untyped-def]
             inside = ((x & MAG) <= p[0]).where(1, x.splat(0))
             V.store(b, slot, (inside if keep is None else inside & keep).narrow(V.I8), mask)
             return context.get_dummy_value()
-        if len(p) == CLAMP_PARAMS:
+        if len(p) in (CLAMP_PARAMS, TIE_PARAMS):
             y = _clamped(x, p, is_values)
         elif len(p) == RNE_PARAMS:
             y = (_fast_values if is_values else _fast_codes)(x, p)

@@ -15,9 +15,9 @@ import numpy as np
 
 from fpemu.backends import NARROW_KINDS, Parts, Request, dialect_loops, loops, scales_shape
 from fpemu.backends.dialect_loops import RUN
-from fpemu.backends.kernels import bias_params, clamp_params, fits_fast
+from fpemu.backends.kernels import bias_params, clamp_params, fits_fast, tie_params
 from fpemu.backends.pieces import block_steps, pieces
-from fpemu.backends.threads import parallel
+from fpemu.backends.threads import parallel, split
 from fpemu.casting import value_table
 from fpemu.dialects import (
     DECODE,
@@ -26,13 +26,13 @@ from fpemu.dialects import (
     dialect_of,
     element_nan,
     log2_slack,
-    to_bfloat16,
     zero_sign,
 )
 from fpemu.formats import E4M3, E8M0, BlockFormat, Format
-from fpemu.scaling import NUMPY, Array, Ops, Scales, TensorScale, decode_mag, encode_rne
+from fpemu.scaling import NUMPY, Array, Ops, decode_mag, encode_rne
 
-PIECE = 1 << 17  # elements: half a megabyte, so that piece and scales fit a core's own cache
+PIECE = 1 << 17  # elements: half a megabyte, so that a piece and its scales fit a core's cache
+SHARE = 1 << 16  # blocks whose scales a thread works out at a time
 _ZERO = {
     "keep": dialect_loops.ZERO_KEEP,
     "never": dialect_loops.ZERO_KEEP,  # seen to after the cast
@@ -87,13 +87,14 @@ def _rule(
     dialect, element = dialect_of(fmt), fmt.element
     assert dialect is not None
     safe = bias_params(element, rounding, overflow, values, sr_bits)
-    fast = fits_fast(element, rounding, overflow) and overflow == "sat"
+    if dialect.rounds_itself:
+        rounding = "rne"  # of values that are on the grid already
     nan, zero = element_nan(dialect, element, kind), zero_sign(dialect, element)
     own = _microxcaling_rule(fmt, kind) if dialect.rounds_itself else None
     return Rule(
         dialect,
         _numpy_ops(kind),
-        clamp_params(element, values) if fast else safe,
+        _fast_params(element, rounding, overflow, values) or safe,
         safe,
         _HOW[dialect.apply],
         _ZERO[zero],
@@ -106,6 +107,17 @@ def _rule(
         element.sign_bit if element.has_nan and not values else 0,
         element.sign_bit if zero == "never" else None,
     )  # fmt: skip
+
+
+def _fast_params(
+    element: Format, rounding: str, overflow: str, values: bool
+) -> tuple[int, ...] | None:
+    """Parameters of a cast whose argument is no NaN, by the float path; None: not served."""
+    if overflow != "sat" or not fits_fast(element, "rne", overflow):
+        return None
+    if rounding == "rne":
+        return clamp_params(element, values)
+    return tie_params(element, rounding, values) if rounding in ("rna", "rnz") else None
 
 
 def _microxcaling_rule(fmt: BlockFormat, kind: str) -> tuple[Any, ...]:
@@ -169,17 +181,29 @@ def mx_table(fmt: BlockFormat, kind: str) -> np.ndarray | None:
     return table
 
 
-class Scaled(NamedTuple):
-    """A piece whose scales are decided."""
+class Blocks(NamedTuple):
+    """Scales of some blocks, an entry each."""
 
-    runs: np.ndarray  # float32, blocks padded with zeros to whole runs of 16
-    amax: np.ndarray  # float32 bits per block, NaN above infinity
-    scales: Scales  # per block
-    per_block: int  # runs of a block
+    stored: np.ndarray
+    operand: np.ndarray  # what multiplies or divides x
+    scale: np.ndarray  # the value of `stored`
+    factor: np.ndarray  # what multiplies an element value when it is decoded
+
+    def part(self, first: int, last: int) -> Blocks:
+        return Blocks(*(array[first:last] for array in self))
+
+
+def _no_blocks(count: int) -> Blocks:
+    return Blocks(np.empty(count, np.uint8), *(np.empty(count, np.float32) for _ in range(3)))
 
 
 class Call:
-    """What the pieces of one call share."""
+    """One call: where its pieces lie and what they share.
+
+    An MX rule is looked up piece by piece, in one pass over x. An NVFP4 rule needs the tensor's amax
+    first, so a first pass keeps every block's; the rule then runs on large arrays, since threads
+    that hand small ones to numpy would wait for each other.
+    """
 
     def __init__(self, request: Request, values: bool) -> None:
         fmt = request.fmt
@@ -196,76 +220,124 @@ class Call:
             fmt, request.kind, request.rounding, request.overflow, request.sr_bits, values
         )
         self.steps = block_steps(fmt, x.shape, request.axis)
-        self.tensor = self._tensor_scale()
-
-    def _tensor_scale(self) -> TensorScale:
-        request, dialect, ops = self.request, self.rule.dialect, self.rule.ops
+        self.size = ceil(prod(self.steps) / RUN) * RUN  # of a block, padded to whole runs
+        self.cuts = pieces(x.shape, self.steps, PIECE) if x.size else []
+        counts = [_block_count(cut, self.steps) for cut in self.cuts]
+        self.first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.table = mx_table(fmt, request.kind)
+        self.amax = self.six = self.four = None
         amax = np.float32(1)
-        if self.fmt.tensor_scaled:
-            if request.amax is not None:
-                amax = np.float32(request.amax)
-            else:
-                amax = tensor_amax(request, dialect.skip_nan)
-                if dialect.narrow:
-                    amax = to_bfloat16(ops, amax)
+        if self.table is None:
+            amax = self._reduce()
+        ops, dialect = self.rule.ops, self.rule.dialect
+        if request.amax is not None:
+            amax = np.float32(request.amax)
         with np.errstate(all="ignore"):
-            return dialect.tensor(ops, self.fmt, amax)
+            self.tensor = dialect.tensor(ops, fmt, amax if fmt.tensor_scaled else np.float32(1))
+        self.number = np.float32(self.tensor.decode)
+        if self.table is None:
+            self.six = self._scales(dialect.block)
+            self.four = None if dialect.four is None else self._scales(dialect.four)
 
     def run(self, piece: Any) -> None:
-        x = self.request.x
-        if x.size:
-            parallel(piece, [(cut,) for cut in pieces(x.shape, self.steps, PIECE)])
+        """``piece(k, index)`` for every piece."""
+        parallel(piece, list(enumerate(self.cuts)))
+
+    # Scales --------------------------------------------------------------------------------------
+
+    def _reduce(self) -> np.float32:
+        """Block amaxes into `amax` (what the rule sees) and `true_amax` (NaN above infinity);
+        returns the tensor's."""
+        skip = self.rule.dialect.skip_nan
+        self.true_amax = np.zeros(int(self.first[-1]), np.uint32)
+        self.amax = np.zeros_like(self.true_amax) if skip else self.true_amax
+
+        def piece(k: int, index: tuple[slice, ...]) -> None:
+            runs, part = self.runs(index), slice(*self.first[k : k + 2])
+            self._block_amaxes(runs, self.true_amax[part], self.amax[part])
+
+        self.run(piece)
+        top = dialect_loops.largest(self.amax)
+        return np.uint32(top).view(np.float32)
+
+    def _block_amaxes(self, runs: np.ndarray, true: np.ndarray, seen: np.ndarray) -> None:
+        geometry = (0, 1, 0, runs.size, 1, runs.size, 1, self.size)
+        loops.amax_strips(runs, true, *geometry, False)
+        if self.rule.dialect.skip_nan:
+            if dialect_loops.any_nan(true):
+                loops.amax_strips(runs, seen, *geometry, True)
+            else:
+                seen[...] = true
+
+    def _scales(self, block: Any) -> Blocks:
+        ops, order = self.rule.ops, DECODE[self.fmt.decode]
+        assert self.amax is not None
+        all_blocks, amax = _no_blocks(self.amax.size), self.amax.view(np.float32)
+
+        def some(first: int, last: int) -> None:
+            part = all_blocks.part(first, last)
+            with np.errstate(all="ignore"):
+                stored, operand, scale = block(ops, self.fmt, amax[first:last], self.tensor)
+                part.stored[...], part.operand[...], part.scale[...] = stored, operand, scale
+                if order.factor is not None:
+                    scale = order.factor(ops, scale, self.number)
+                part.factor[...] = scale
+
+        parallel(some, split(amax.size, 1, SHARE // 8, SHARE))
+        return all_blocks
+
+    def scaled(self, k: int, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray, Blocks]:
+        """Elements of a piece (float32, blocks padded to whole runs), true amaxes, scales."""
+        runs = self.runs(index)
+        first, last = self.first[k : k + 2]
+        if self.table is not None:
+            true, seen = np.empty(last - first, np.uint32), np.empty(last - first, np.uint32)
+            self._block_amaxes(runs, true, seen)
+            blocks = _no_blocks(true.size)
+            bits = seen if self.rule.dialect.skip_nan else true
+            dialect_loops.mx_lookup(bits, self.table, *blocks[:3])
+            factor = DECODE[self.fmt.decode].factor
+            if factor is not None:
+                with np.errstate(all="ignore"):
+                    scale = factor(self.rule.ops, blocks.scale, self.number)
+                return runs, true, blocks._replace(factor=scale)
+            return runs, true, blocks._replace(factor=blocks.scale)
+        assert self.six is not None
+        blocks = self.six.part(first, last)
+        if self.four is not None:
+            self._choose(runs, blocks, self.four.part(first, last))
+        return runs, self.true_amax[first:last], blocks
+
+    def _choose(self, runs: np.ndarray, six: Blocks, four: Blocks) -> None:
+        dialect = self.rule.dialect
+        assert dialect.error is not None
+        error = ERRORS[dialect.error]
+        dialect_loops.choose_four(
+            runs, self.size // RUN, six, four, self.number, np.float32(self.tensor.encode),
+            np.float32(error.top), _MEASURE[error.measure], _flag(error.measure == "max"),
+            _flag(error.measure == "mse"), _flag(error.fast), _flag(not dialect.wraps),
+            _flag(dialect.wraps and error.measure != "max"),
+        )  # fmt: skip
+
+    # Elements ------------------------------------------------------------------------------------
 
     def runs(self, index: tuple[slice, ...]) -> np.ndarray:
         """A piece of x as float32, flat."""
         part, kind = self.request.x[index], self.request.kind
         if kind == "bfloat16":
-            bits = to_runs(part, self.steps).reshape(-1)
+            bits = np.ascontiguousarray(to_runs(part, self.steps)).reshape(-1)
             values = np.empty(bits.size, np.float32)
             dialect_loops.widen_bfloat16(bits, values)
-        else:
-            if kind not in NARROW_KINDS:
-                with np.errstate(over="ignore"):
-                    part = part.astype(np.float32)
-            values = np.ascontiguousarray(to_runs(part, self.steps), np.float32).reshape(-1)
-        if self.rule.dialect.narrow and kind != "bfloat16":
+            return values
+        if kind not in NARROW_KINDS:
+            with np.errstate(over="ignore"):
+                part = part.astype(np.float32)
+        values = np.ascontiguousarray(to_runs(part, self.steps), np.float32).reshape(-1)
+        if self.rule.dialect.narrow:
             rounded = np.empty_like(values)
             dialect_loops.round_bfloat16(values, rounded)
-            values = rounded
+            return rounded
         return values
-
-    def scaled(self, index: tuple[slice, ...]) -> Scaled:
-        """Reduce, apply the scale rule, and choose between candidates where there are two."""
-        rule, ops = self.rule, self.rule.ops
-        runs = self.runs(index)
-        per_block = ceil(prod(self.steps) / RUN)
-        size = runs.size
-        true_amax = np.empty(size // RUN // per_block, np.uint32)
-        geometry = (0, 1, 0, size, 1, size, 1, per_block * RUN)
-        loops.amax_strips(runs, true_amax, *geometry, False)
-        bits = true_amax
-        if rule.dialect.skip_nan and dialect_loops.any_nan(true_amax):
-            bits = np.empty_like(true_amax)
-            loops.amax_strips(runs, bits, *geometry, True)
-        table = mx_table(self.fmt, self.request.kind)
-        if table is not None:
-            scales = Scales(
-                np.empty(bits.size, np.uint8),
-                np.empty(bits.size, np.float32),
-                np.empty(bits.size, np.float32),
-            )
-            dialect_loops.mx_lookup(bits, table, *scales)
-            return Scaled(runs, true_amax, scales, per_block)
-        amax = bits.view(np.float32)
-        with np.errstate(all="ignore"):
-            scales = rule.dialect.block(ops, self.fmt, amax, self.tensor)
-            if rule.dialect.four is not None:
-                four = rule.dialect.four(ops, self.fmt, amax, self.tensor)
-                pick = choose(rule.dialect, runs, per_block, scales, four, self.tensor)
-                scales = Scales(
-                    *(np.where(pick, b, a) for a, b in zip(scales, four, strict=True))
-                )
-        return Scaled(runs, true_amax, scales, per_block)
 
     def words(self, index: tuple[slice, ...]) -> np.ndarray | None:
         request = self.request
@@ -285,30 +357,21 @@ class Call:
             words = words.reshape(shape)
         return np.ascontiguousarray(to_runs(words, self.steps)).reshape(-1)
 
-    def cast(
-        self, scaled: Scaled, index: tuple[slice, ...], out: np.ndarray, order: Any = None
-    ) -> None:
+    def cast(self, k: int, index: tuple[slice, ...], out: np.ndarray, order: Any = None) -> Blocks:
         """Codes, or float32 values of the element format (decoded by `order`), into `out`."""
         rule = self.rule
-        direct = out.flags.c_contiguous and out.size == scaled.runs.size and _in_place(self.steps)
-        flat = out.reshape(-1) if direct else np.empty(scaled.runs.size, out.dtype)
-        factor = None
-        if order is not None:
-            factor, order = _repeat(order[0], scaled.per_block), order[1:]
-        operand = np.ascontiguousarray(scaled.scales.multiplier)
-        wraps, careful = rule.dialect.wraps, False
+        runs, true_amax, blocks = self.scaled(k, index)
+        direct = out.flags.c_contiguous and out.size == runs.size and _in_place(self.steps)
+        flat = out.reshape(-1) if direct else np.empty(runs.size, out.dtype)
+        operand, wraps = blocks.operand, rule.dialect.wraps
         if rule.own is not None:
-            operand = np.float32(1) / operand  # exact: see `microxcaling16`
-        elif rule.how == dialect_loops.MULTIPLY:
-            careful = dialect_loops.needs_care(scaled.amax, operand, wraps)
+            operand, careful = np.float32(1) / operand, False  # exact: see `microxcaling16`
         else:
-            with np.errstate(all="ignore"):
-                careful = dialect_loops.needs_care(scaled.amax, np.float32(1) / operand, wraps)
-        by = _repeat(operand, scaled.per_block)
-        dialect_loops.cast_runs(
-            scaled.runs, by, flat, rule.params, rule.safe_params, careful, rule.how, rule.zero,
-            wraps, rule.nan, rule.own, self.words(index), rule.nan_code, rule.bit,
-            factor, order,
+            careful = dialect_loops.needs_care(true_amax, operand, rule.how, wraps)
+        dialect_loops.cast_blocks(
+            runs, operand, self.size, flat, rule.params, rule.safe_params, careful, rule.how,
+            rule.zero, wraps, rule.nan, rule.own, self.words(index), rule.nan_code, rule.bit,
+            None if order is None else blocks.factor, order,
         )  # fmt: skip
         if rule.minus is not None:
             if flat.dtype == np.float32:
@@ -317,6 +380,11 @@ class Call:
                 dialect_loops.no_negative_zero_codes(flat, rule.minus)
         if not direct:
             from_runs(flat, self.steps, out)
+        return blocks
+
+
+def _block_count(index: tuple[slice, ...], steps: tuple[int, ...]) -> int:
+    return prod(ceil((s.stop - s.start) / step) for s, step in zip(index, steps, strict=True))
 
 
 # The verbs ---------------------------------------------------------------------------------------
@@ -331,14 +399,13 @@ def encode(request: Request) -> Parts:
     assert shape is not None
     scales = np.empty(shape, np.uint8)
 
-    def piece(index: tuple[slice, ...]) -> None:
-        scaled = call.scaled(index)
-        call.cast(scaled, index, codes[index])
+    def piece(k: int, index: tuple[slice, ...]) -> None:
+        blocks = call.cast(k, index, codes[index])
         where = block_index(index, call.steps)
-        scales[where] = scaled.scales.stored.reshape(scales[where].shape)
+        scales[where] = blocks.stored.reshape(scales[where].shape)
 
     call.run(piece)
-    stored = np.array(call.tensor.decode, np.float32) if fmt.tensor_scaled else None
+    stored = np.array(call.number) if fmt.tensor_scaled else None
     final = scales_shape(fmt, request.x.shape, request.axis)
     return Parts(codes.reshape(request.x.shape), scales.reshape(final), stored)
 
@@ -347,20 +414,17 @@ def quantize(request: Request, out: np.ndarray, store: Any) -> None:
     """Values into `out`; `store` writes float64 values into an output of any dtype."""
     call = Call(request, values=True)
     target = out if out.ndim else out.reshape(1)
-    number = np.float32(call.tensor.decode)
+    order = decode_order(call.fmt, call.number, target.dtype)
 
-    def piece(index: tuple[slice, ...]) -> None:
-        scaled = call.scaled(index)
+    def piece(k: int, index: tuple[slice, ...]) -> None:
         part = target[index]
-        order = decode_order(call.rule.ops, call.fmt, scaled.scales.factor, number, part.dtype)
         if order is not None and part.dtype == np.float32:
-            call.cast(scaled, index, part, order)
+            call.cast(k, index, part, order)
             return
         values = np.empty(part.shape, np.float32)
-        call.cast(scaled, index, values, order)
+        blocks = call.cast(k, index, values, order)
         if order is None:
-            exact = _exact(values, call.steps, scaled.scales.factor, number)
-            store(exact, part)
+            store(_exact(values, call.steps, blocks.scale, call.number), part)
         else:
             narrow(values, part)
 
@@ -370,19 +434,16 @@ def quantize(request: Request, out: np.ndarray, store: Any) -> None:
 def within(request: Request) -> np.ndarray:
     """Where the value that is cast lies within +-max; False under a NaN scale."""
     top = np.float32(request.fmt.max)
-    # The cast of twice the range tells what lies beyond: the format's own cast would saturate.
     call = Call(request, values=True)
     inside = np.empty(call.request.x.shape, np.bool_)
     rule = call.rule
 
-    def piece(index: tuple[slice, ...]) -> None:
-        runs, _, scales, per_block = call.scaled(index)
+    def piece(k: int, index: tuple[slice, ...]) -> None:
+        runs, _, blocks = call.scaled(k, index)
         p = np.empty_like(runs)
-        by = _repeat(scales.multiplier, per_block)
-        dialect_loops.scaled(runs, by, rule.how, rule.zero, p)
+        dialect_loops.scaled(runs, blocks.operand, call.size, rule.how, rule.zero, p)
         ok = np.abs(p) <= top
-        factor = _repeat(scales.factor, per_block)
-        ok &= np.repeat(factor == factor, RUN)
+        ok &= np.repeat(blocks.scale == blocks.scale, call.size)
         from_runs(ok, call.steps, inside[index])
 
     call.run(piece)
@@ -400,66 +461,21 @@ def decode_piece(
     stored = parts.scales[block_index(index, steps)].reshape(-1)
     scale = stored if stored.dtype == np.float32 else value_table(fmt.scale)[stored]
     number = np.float32(1) if parts.tensor_scale is None else np.float32(parts.tensor_scale)
-    order = decode_order(NUMPY, fmt, scale, number, out.dtype)
-    if order is None:
-        flat = np.empty(codes.shape, np.float32)
-        from_runs(values, steps, flat)
-        store(_exact(flat, steps, scale, number), out)
-        return
-    runs = values.size // scale.size // RUN
-    dialect_loops.decoded(values, _repeat(order[0], runs), *order[1:])
+    order, factor = decode_order(fmt, number, out.dtype), DECODE[fmt.decode].factor
+    assert order is not None and factor is not None
+    with np.errstate(all="ignore"):
+        by = np.ascontiguousarray(factor(NUMPY, scale, number))
+    dialect_loops.decoded(values, by, values.size // by.size, *order)
     shaped = np.empty(out.shape, np.float32)
     from_runs(values, steps, shaped)
     narrow(shaped, out)
 
 
-# Steps -------------------------------------------------------------------------------------------
+# Values ------------------------------------------------------------------------------------------
 
 
-def tensor_amax(request: Request, skip_nan: bool) -> np.float32:
-    """Largest ``|x|`` of a tensor, NaN where there is one unless `skip_nan`; 0 where it is empty."""
-    x = request.x
-    if not x.size:
-        return np.float32(0)
-
-    def piece(index: tuple[slice, ...]) -> int:
-        part = x[index]
-        if request.kind == "bfloat16":
-            flat = np.empty(part.size, np.float32)
-            dialect_loops.widen_bfloat16(np.ascontiguousarray(part).reshape(-1), flat)
-        else:
-            with np.errstate(over="ignore"):
-                flat = np.ascontiguousarray(part, np.float32).reshape(-1)
-        if skip_nan:
-            return int(loops.amax_flat(flat, 0, flat.size))
-        return int(dialect_loops.amax_with_nan(flat))
-
-    cuts = pieces(x.shape, (1,) * x.ndim, PIECE)
-    return np.uint32(max(parallel(piece, [(cut,) for cut in cuts]))).view(np.float32)
-
-
-def choose(
-    dialect: Dialect, runs: np.ndarray, per_block: int, six: Scales, four: Scales,
-    tensor: TensorScale,
-) -> np.ndarray:  # fmt: skip
-    """Blocks whose candidate 4 has the smaller error."""
-    assert dialect.error is not None
-    error = ERRORS[dialect.error]
-    pick = np.empty(runs.size // RUN // per_block, np.bool_)
-    dialect_loops.four_is_better(
-        runs, per_block, six.multiplier, four.multiplier, six.factor, four.factor,
-        np.float32(tensor.decode), np.float32(tensor.encode), np.float32(error.top),
-        _MEASURE[error.measure], _flag(error.measure == "max"), _flag(error.measure == "mse"),
-        _flag(error.fast), _flag(not dialect.wraps),
-        _flag(dialect.wraps and error.measure != "max"), pick,
-    )  # fmt: skip
-    return pick
-
-
-def decode_order(
-    ops: Ops, fmt: BlockFormat, scale: np.ndarray, number: np.float32, dtype: Any
-) -> tuple[Any, ...] | None:
-    """Factor per block and the arguments of `dialect_loops.decoded`; None: through float64.
+def decode_order(fmt: BlockFormat, number: np.float32, dtype: Any) -> tuple[Any, ...] | None:
+    """The last arguments of `dialect_loops.decoded`; None: through float64.
 
     One float32 product per value is exact for MX and one-level formats (a code has few bits), and
     the rounding for those orders that libraries compute in float32. Only the exact order with a
@@ -468,12 +484,8 @@ def decode_order(
     order = DECODE[fmt.decode]
     if order.factor is None and (dtype == np.float64 or fmt.tensor_scaled):
         return None
-    factor = scale
-    if order.factor is not None:
-        with np.errstate(all="ignore"):
-            factor = order.factor(ops, scale, number)
     divisor = np.float32(1.0 if order.divisor is None else order.divisor)
-    return factor, number, order.amax, divisor, order.divisor is not None, order.plus_zero
+    return number, order.amax, divisor, order.divisor is not None, order.plus_zero
 
 
 def _exact(
@@ -502,11 +514,6 @@ def narrow(values: np.ndarray, out: np.ndarray) -> None:
     else:
         with np.errstate(all="ignore"):
             out[...] = values
-
-
-def _repeat(per_block: np.ndarray, runs: int) -> np.ndarray:
-    """One entry per run from one per block."""
-    return np.ascontiguousarray(per_block) if runs == 1 else np.repeat(per_block, runs)
 
 
 # Layout ------------------------------------------------------------------------------------------

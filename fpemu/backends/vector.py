@@ -143,6 +143,10 @@ class Vec:
             return self._cast("fptrunc", F32)
         return self._cast("sitofp", F32)
 
+    def to_int(self) -> Vec:
+        """Integer part of a float32 in 0 .. 2**31 - 1."""
+        return self._cast("fptosi", I32)
+
     def to_f64(self) -> Vec:
         return self._cast("fpext", F64)
 
