@@ -204,41 +204,50 @@ def choose_four(
 
 
 @jit
+def _packed_code(p, dead):
+    """The bits that fouroversix packs for one element, before the byte is cut to nibbles."""
+    bits = np.uint32(bits_of_f32(p))
+    mag = np.uint32(bits & _MAG)
+    if dead:
+        return np.uint32(0)
+    if mag >= _INF:
+        return np.uint32(0x0B)
+    v = e2m1_unbounded(f32_of_bits(mag))
+    sign = np.uint32(8) if bits & _SIGN else np.uint32(0)
+    if v < 1:
+        return np.uint32(np.uint32(v * np.float32(2)) | sign)
+    one = np.uint32(1)
+    rounded = np.uint32(bits_of_f32(_bfloat16(v)) >> np.uint32(16))
+    exponent = np.uint32(np.uint32(rounded >> np.uint32(7)) - np.uint32(126))
+    mantissa = np.uint32((rounded >> np.uint32(6)) & one)
+    return np.uint32(np.uint32(np.uint32(exponent << one) | mantissa | sign) & np.uint32(0xFF))
+
+
+@jit
+def _e2m1_value(code):
+    small = np.uint32(code & np.uint32(7))
+    if small < 2:
+        value = np.float32(np.float32(small) * np.float32(0.5))
+    else:  # exponent and one mantissa bit
+        value = f32_of_bits(np.uint32(np.uint32(small + np.uint32(252)) << np.uint32(22)))
+    return np.float32(-value) if code & np.uint32(8) else value
+
+
+@jit
 def wrap(p, operand, size):
     """E2M1 values of what fouroversix packs: no clamp, bfloat16's exponent cut to one byte.
 
     A byte's high nibble (the odd element) also takes the bits that overflow from the even one.
-    Blocks whose operand is -Inf are zero throughout.
+    Bytes whose elements are both below 7 stay. Blocks whose operand is -Inf are zero throughout.
     """
-    one = np.uint32(1)
     for k in range(len(operand)):
-        spill = np.uint32(0)
-        for i in range(k * size, (k + 1) * size):
-            bits = np.uint32(bits_of_f32(p[i]))
-            mag = np.uint32(bits & _MAG)
-            v = e2m1_unbounded(f32_of_bits(mag))
-            raw = np.uint32(0x0B)
-            if mag < _INF:
-                rounded = np.uint32(bits_of_f32(_bfloat16(v)) >> np.uint32(16))
-                exponent = np.uint32(rounded >> np.uint32(7))
-                raw = np.uint32(
-                    np.uint32((exponent - np.uint32(126)) << one)
-                    | np.uint32((rounded >> np.uint32(6)) & one)
-                )
-                if v < 1:
-                    raw = np.uint32(v * np.float32(2))
-                sign = np.uint32(8) if bits & _SIGN else np.uint32(0)
-                raw = np.uint32((raw | sign) & np.uint32(0xFF))
-            if operand[k] == np.float32(-np.inf):
-                raw = np.uint32(0)
-            code = np.uint32(np.uint32(raw | spill) & np.uint32(15))
-            spill = np.uint32(0) if i & 1 else np.uint32(raw >> np.uint32(4))
-            # E2M1: 0, 0.5, then exponent and one mantissa bit.
-            small = np.uint32(code & np.uint32(7))
-            value = f32_of_bits(np.uint32(np.uint32(small + np.uint32(252)) << np.uint32(22)))
-            if small < 2:
-                value = np.float32(np.float32(small) * np.float32(0.5))
-            p[i] = np.float32(-value) if code & np.uint32(8) else value
+        dead = operand[k] == np.float32(-np.inf)
+        for i in range(k * size, (k + 1) * size, 2):
+            if abs(p[i]) < _SEVEN and abs(p[i + 1]) < _SEVEN:
+                continue
+            low, high = _packed_code(p[i], dead), _packed_code(p[i + 1], dead)
+            high = np.uint32(high | np.uint32(low >> np.uint32(4)))
+            p[i], p[i + 1] = _e2m1_value(low), _e2m1_value(high)
 
 
 @jit

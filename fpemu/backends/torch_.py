@@ -480,7 +480,8 @@ def _scaled(
         return Scaled(e, None, None)
     if dialect_of(fmt) is not None:
         assert tensor is not None
-        blocks = _store(e, torch.float32)
+        bits = _bits(_store(e, torch.float32))
+        blocks = torch.where(e.nan & e.negative, bits | -1 << 31, bits).view(torch.float32)
         p, scales_ = torch_dialects.prepare(_ops(request), fmt, request.rounding, blocks, tensor)
         bad = scales_.factor != scales_.factor
         return Scaled(_exact(_bits(p), torch.float32), scales_.stored, bad)

@@ -157,7 +157,9 @@ def _wrap(ops: Ops, p: Tensor, operand: Tensor) -> Tensor:
     mag = code & 7
     small = mag.to(torch.float32) * _f32(ops, p, 0.5)
     value = torch.where(mag < 2, small, ops.from_bits((mag.to(torch.int32) + 252) << 22))
-    return torch.where(code & 8 != 0, -value, value)
+    value = torch.where(code & 8 != 0, -value, value)
+    fits = (a < 7).unflatten(-1, (-1, 2)).all(-1).repeat_interleave(2, -1)  # per byte
+    return torch.where(fits, p, value)
 
 
 def _microxcaling(ops: Ops, fmt: BlockFormat, rounding: str, x: Tensor, operand: Tensor) -> Tensor:
