@@ -8,15 +8,16 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
+PEERS := .venv-peers
 PINNED := pyproject.toml constraints.txt
 
 # One CPU-bound process at a time: targets run in the order given, even under make -j.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help underflow test check format bench exhaustive clean
+.PHONY: help underflow test check format bench exhaustive peers differential evidence clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 underflow: $(VENV)/.core  ## what underflows in FP16, FP8, MXFP4, NVFP4, on real gradients (5 min)
 	@$(RUN) experiments/underflow.py $(ARGS)
@@ -41,9 +42,22 @@ bench: $(VENV)/.test  ## speed against a memory copy and against peers
 exhaustive: $(VENV)/.test  ## all 2^32 float32 patterns (minutes per format)
 	@$(RUN) -m pytest -m exhaustive -s $(ARGS)
 
-clean:  ## remove .venv and every cache
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+peers: $(PEERS)/.peers  ## other libraries, in an environment of their own (.venv-peers)
+
+differential: $(VENV)/.test $(PEERS)/.peers  ## compare with them bit for bit; writes results/
+	@$(RUN) -m pytest tests/differential/test_peers.py -q
+	@$(RUN) tests/differential/live.py $(ARGS)
+
+evidence: $(VENV)/.test  ## make docs/evidence.md from the records
+	@$(RUN) docs/make_evidence.py
+
+clean:  ## remove both environments and every cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp appears when all of them are there; until then a second call tries the rest again.
+$(PEERS)/.peers: constraints-peers.txt tests/differential/install_peers.py
+	@$(PYTHON) tests/differential/install_peers.py $(PEERS)
 
 # Installing. Each stamp is one set of packages; it is older than what it was made from only if
 # those files changed, so a second call installs nothing.

@@ -14,11 +14,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fpemu.backends.threads import get_num_threads, set_num_threads
+    from fpemu.cvt import cvt_rs
+    from fpemu.comparison import compare
     from fpemu.encoded import Encoded
     from fpemu.errors import BackendError, FileFormatError, FpemuError
     from fpemu.formats import BlockFormat, Format, get_format, list_formats
     from fpemu.gemm import matmul
+    from fpemu.labels import evidence
+    from fpemu.monitor import Monitor
+    from fpemu.identification import identify
     from fpemu.ops import decode, encode, quantize
+    from fpemu.rotation import hadamard
     from fpemu.statistics import Stats, stats
 
 # Where each name lives: a module is imported when its first name is asked for, so that
@@ -30,18 +36,24 @@ _HOME = {
     "FileFormatError": "errors",
     "Format": "formats",
     "FpemuError": "errors",
+    "Monitor": "monitor",
     "Stats": "statistics",
+    "compare": "comparison",
+    "cvt_rs": "cvt",
     "decode": "ops",
     "encode": "ops",
+    "evidence": "labels",
     "get_format": "formats",
     "get_num_threads": "backends.threads",
+    "hadamard": "rotation",
+    "identify": "identification",
     "list_formats": "formats",
     "matmul": "gemm",
     "quantize": "ops",
     "set_num_threads": "backends.threads",
     "stats": "statistics",
 }
-_MODULES = ("formats", "gemm")
+_MODULES = ("checkpoints", "cvt", "formats", "gemm", "monitor", "nn", "recipes", "rotation")
 __all__ = sorted([*_HOME, *_MODULES, "__version__"])
 
 

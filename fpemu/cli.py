@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
+from fnmatch import fnmatchcase
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ import typer
 if TYPE_CHECKING:  # --help must not wait for numpy or rich
     from rich.table import Table
 
+    from fpemu.checkpoints import Checkpoint, Difference
     from fpemu.formats import BlockFormat, Format
 
 app = typer.Typer(
@@ -213,31 +215,92 @@ INSPECT_FORMATS = "e4m3,mxfp8_e4m3,mxfp4,nvfp4"
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .npy, .npz, .safetensors or .pt file.")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="A .npy, .npz, .safetensors or .pt file, or a checkpoint's folder."),
+    ],
     pattern: Annotated[str, typer.Argument(help="Which tensors, such as '*.weight'.")] = "*",
     formats: Annotated[
         str, typer.Option("--formats", "-f", help="Names, separated by commas.")
-    ] = INSPECT_FORMATS,
+    ] = "",
     axis: Annotated[int, typer.Option(help="Axis that the blocks lie along.")] = -1,
 ) -> None:
-    """Show what formats would do to a file's tensors."""
+    """Show what formats would do to a file's tensors, or what a quantized checkpoint holds.
+
+    For a folder or a quantized file without --formats: each tensor's layout, format, shape and
+    bytes, the share of its codes that are zero and of its block scales that are saturated.
+    """
+    from fpemu import checkpoints
     from fpemu.files import tensors
     from fpemu.formats import get_format
 
     with _one_line_errors():
-        names = [name.strip() for name in formats.split(",") if name.strip()]
+        names = [name.strip() for name in (formats or INSPECT_FORMATS).split(",") if name.strip()]
         for name in names:
             get_format(name, "inspect")
+        checkpoint = None
+        if file.is_dir() or (file.suffix == ".safetensors" and file.is_file()):
+            opened = checkpoints.open(file)
+            checkpoint = opened if file.is_dir() or opened.layouts else None
+        if checkpoint is not None and not formats:
+            _inspect_checkpoint(checkpoint, pattern)
+            return
         table = _table(str(file), "tensor", "dtype", "shape", "amax", "format")
         for column in ("underflow", "saturated", "SQNR dB"):
             table.add_column(column, justify="right")
+        found = tensors(file, pattern) if checkpoint is None else _values(checkpoint, pattern)
         with _spinner() as show:
-            for tensor_name, tensor in tensors(file, pattern):
+            for tensor_name, tensor in found:
                 show(tensor_name)
                 _inspect_one(table, tensor_name, tensor, names, axis)
         if not table.row_count:
             raise ValueError(f"inspect: no tensor of {str(file)!r} matches {pattern!r}; try '*'.")
         _print(table)
+
+
+def _values(checkpoint: Checkpoint, pattern: str) -> Iterator[tuple[str, Any]]:
+    """Names and decoded values of a checkpoint's weights, one at a time."""
+    for name, entry in checkpoint.items():
+        if fnmatchcase(name, pattern):
+            yield name, entry.values()
+
+
+def _inspect_checkpoint(checkpoint: Checkpoint, pattern: str) -> None:
+    from fpemu.checkpoints.reading import saturated_scale_share, zero_code_share
+
+    entries = [entry for name, entry in checkpoint.items() if fnmatchcase(name, pattern)]
+    if not entries:
+        raise ValueError(
+            f"inspect: no tensor of {str(checkpoint.path)!r} matches {pattern!r}; try '*'."
+        )
+    several = len(checkpoint.layouts) > 1
+    columns = ("tensor", "layout", "format", "shape") if several else ("tensor", "format", "shape")
+    table = _table(f"{checkpoint.path}: {', '.join(checkpoint.layouts) or 'plain'}", *columns)
+    for column in ("bytes", "zero codes", "sat. scales"):
+        table.add_column(column, justify="right")
+    total = sum(entry.nbytes for entry in entries)
+    with _progress("reading", total) as advance:
+        for entry in entries:
+            fmt = entry.parts["codes"].dtype if entry.format is None else entry.format.name
+            layout = "plain" if entry.layout is None else entry.layout.name
+            table.add_row(
+                entry.name,
+                *((layout,) if several else ()),
+                fmt,
+                "x".join(map(str, entry.shape)) or "scalar",
+                f"{entry.nbytes:,}",
+                _percent(zero_code_share(entry)),
+                _percent(saturated_scale_share(entry)),
+            )
+            advance(entry.name, entry.nbytes)
+    table.add_section()
+    blanks = [""] * (len(columns) - 1)
+    table.add_row(f"{len(entries)} tensors", *blanks, f"{total:,}", "", "")
+    _print(table)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.3g}%"
 
 
 def _inspect_one(table: Table, name: str, tensor: Any, formats: list[str], axis: int) -> None:
@@ -281,6 +344,103 @@ def _measurable(tensor: Any) -> tuple[Any, str]:
     low, high = torch.aminmax(tensor)
     amax = max(abs(low.item()), abs(high.item()))
     return tensor if tensor.is_floating_point() else None, f"{amax:.6g}"
+
+
+# convert, diff -----------------------------------------------------------------------------------
+
+
+@app.command()
+def convert(
+    src: Annotated[Path, typer.Argument(metavar="IN", help="A checkpoint: folder or file.")],
+    dst: Annotated[Path, typer.Argument(metavar="OUT", help="Folder, or .safetensors file.")],
+    fmt: Annotated[
+        str, typer.Option(help="Format of the codes, such as nvfp4; bf16 writes plain weights.")
+    ] = "",
+    layout: Annotated[
+        str, typer.Option(help="How to store it, such as nvfp4-pack-quantized.")
+    ] = "",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Weights to leave plain; repeatable."),
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace OUT if it is a checkpoint.")] = False,
+) -> None:
+    """Write a checkpoint in another layout or format.
+
+    Codes that already are of the format are moved, bit for bit. Embeddings, heads, norms and
+    routers stay plain. OUT appears only when it is complete.
+    """
+    from fpemu import checkpoints
+
+    with _one_line_errors():
+        before = checkpoints.open(src)
+        with _progress("writing", before.nbytes) as advance:
+            done = checkpoints.convert(
+                src,
+                dst,
+                layout=layout or None,
+                fmt=fmt or None,
+                keep=keep or (),
+                force=force,
+                progress=advance,
+            )
+        after = checkpoints.open(dst)
+        rows = {
+            "weights whose codes were moved": done.moved,
+            "weights quantized": done.computed,
+            "weights decoded": done.decoded,
+            "plain tensors copied": done.kept,
+            "stored tensors left out: the layout has no place for them": done.dropped,
+        }
+        typer.echo(f"{dst}: {', '.join(after.layouts) or 'plain'}")
+        for what, names in rows.items():
+            if names:
+                typer.echo(f"{len(names):>9,}  {what}")
+        typer.echo(f"{before.nbytes:,} bytes became {after.nbytes:,}.")
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint: folder or file.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any layout.")],
+    all_: Annotated[bool, typer.Option("--all", help="List tensors that agree, too.")] = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor.
+
+    How many block scales and codes differ (a dash: the formats do; * marks another global scale),
+    and how far the values are apart. Exit code 0 where every bit agrees, 1 where one does not, 2
+    for trouble.
+    """
+    from fpemu import checkpoints
+
+    with _one_line_errors():
+        one, two = checkpoints.open(a), checkpoints.open(b)
+        with _progress("comparing", one.nbytes) as advance:
+            found = checkpoints.diff(one, two, progress=advance)
+        table = _table(f"{a} and {b}", "tensor")
+        for column in ("scales differ", "codes differ", "SQNR dB", "max difference"):
+            table.add_column(column, justify="right")
+        for row in found:
+            if all_ or not row.same:
+                table.add_row(row.name, *_diff_cells(row))
+        if table.row_count:
+            _print(table)
+    different = sum(not row.same for row in found)
+    typer.echo(f"{different:,} of {len(found):,} tensors differ.")
+    if different:
+        raise typer.Exit(1)
+
+
+def _diff_cells(row: Difference) -> tuple[str, str, str, str]:
+    if row.where != "both":
+        return f"only in {row.where.upper()}", "", "", ""
+    if row.shapes[0] != row.shapes[1]:
+        shapes = ("x".join(map(str, shape or ())) or "scalar" for shape in row.shapes)
+        return " and ".join(shapes), "", "", ""
+    scales = "-" if row.scales is None else f"{row.scales[0]:,} of {row.scales[1]:,}"
+    codes = "-" if row.codes is None else f"{row.codes[0]:,} of {row.codes[1]:,}"
+    mark = "*" if row.number_differs else ""
+    return scales + mark, codes, f"{row.sqnr_db:.2f}", f"{row.max_difference:.6g}"
 
 
 # verify ------------------------------------------------------------------------------------------
@@ -333,6 +493,44 @@ def verify(
     typer.echo(f"Bits equal to exact arithmetic: {names}. No hardware was involved.")
 
 
+# report ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A file of fpemu.Monitor, or the folder it is in.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write. Default: the run's name with .html.")
+    ] = None,
+    fmt: Annotated[
+        str | None, typer.Option("--format", "-f", help="Default: the last format of the run.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Which rank's file of a distributed run.")] = 0,
+    top: Annotated[int, typer.Option(min=1, help="How many of the worst tensors to list.")] = 12,
+) -> None:
+    """Draw a monitored run: heat maps and the worst layers.
+
+    Writes one HTML page that needs no other file, and the heat maps as PNG beside it.
+    """
+    from fpemu import report as drawing
+
+    with _one_line_errors():
+        found = drawing.load(run, rank)
+        fmt = drawing.chosen_format(found, fmt)
+        page = out if out is not None else found.path.with_suffix(".html")
+        with _spinner() as show:
+            show("drawing")
+            written = drawing.write(found, page, fmt, top)
+        table = _table(f"Worst tensors in {fmt}, by their worst step", *drawing.SHORT_COLUMNS)
+        for column in table.columns[2:]:
+            column.justify = "right"
+        for record in drawing.worst(found, fmt, top):
+            table.add_row(*drawing.short_row(record, fmt))
+        _print(table)
+    for path in written:
+        typer.echo(path)
+
+
 # Printing ----------------------------------------------------------------------------------------
 
 
@@ -379,6 +577,25 @@ def _spinner() -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield status.update
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar of bytes on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
+        task = bar.add_task(what, total=total)
+
+        def advance(name: str, size: int) -> None:
+            bar.update(task, advance=size)
+
+        yield advance
 
 
 def _write_lines(lines: Iterator[str]) -> None:

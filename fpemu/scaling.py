@@ -180,7 +180,7 @@ def nvfp4_tensor(ops: Ops, fmt: BlockFormat, amax: Array) -> TensorScale:
     one, largest = ops.f32(amax, 1.0), ops.f32(amax, FLT_MAX)
     quotient = top / amax
     clamped = quotient > largest
-    scale = xp.where(clamped, largest, quotient)
+    scale = ops.note("S", xp.where(clamped, largest, quotient))
     decode = xp.where(clamped, one / largest, amax / top)
     unscaled = (amax == 0) | (scale == 0)
     return TensorScale(xp.where(unscaled, one, scale), xp.where(unscaled, one, decode))
@@ -197,8 +197,8 @@ def nvfp4_block(ops: Ops, fmt: BlockFormat, amax: Array, tensor: TensorScale) ->
     assert scale_format is not None
     one, largest = ops.f32(amax, 1.0), ops.f32(amax, FLT_MAX)
     per_element = one / ops.f32(amax, fmt.element.max)
-    stored = encode_rne(ops, scale_format, amax * (tensor.encode * per_element))
-    factor = decode_mag(ops, scale_format, stored)
+    p = ops.note("fl(A*fl(S*fl(1/6)))", amax * (tensor.encode * per_element))
+    stored, factor = ops.scale(scale_format, p)
     multiplier = one / (factor * (one / tensor.encode))
     multiplier = xp.where(multiplier > largest, largest, multiplier)
     return Scales(stored, multiplier, factor)
@@ -208,7 +208,7 @@ def fp8_scale(ops: Ops, top: float, amax: Array) -> Array:
     """fl(top/amax); 1 where amax is 0 or infinite; FLT_MAX where the quotient overflows."""
     xp = ops.module
     one, largest = ops.f32(amax, 1.0), ops.f32(amax, FLT_MAX)
-    scale = ops.f32(amax, top) / amax
+    scale = ops.note("fl(max/A)", ops.f32(amax, top) / amax)
     scale = xp.where(scale > largest, largest, scale)
     return xp.where((amax == 0) | (amax > largest), one, scale)
 

@@ -14,12 +14,19 @@ import numpy as np
 import pytest
 
 from fpemu import formats
+from fpemu.dialects import dialect_of
 from fpemu.backends import Request
 from fpemu.formats import BlockFormat, Format
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ELEMENTS = [name for name, row in formats.TABLE.items() if isinstance(row, Format)]
-BLOCKS = [name for name, row in formats.TABLE.items() if isinstance(row, BlockFormat)]
+#: The formats themselves; the dialects, of which there are many, have tests of their own.
+BLOCKS = [
+    name
+    for name, row in formats.TABLE.items()
+    if isinstance(row, BlockFormat) and dialect_of(row) is None
+]
+DIALECTS = [name for name, row in formats.TABLE.items() if dialect_of(row) is not None]
 DETERMINISTIC = ("rne", "rna", "rnz", "rtz", "rtp", "rtn", "rto")
 OVERFLOWS = ("sat", "nonsat")
 #: Backends that a test can force here; the oracle is what they are compared with.

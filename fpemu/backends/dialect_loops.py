@@ -204,6 +204,17 @@ def choose_four(
 
 
 @jit
+def block_error(
+    src, operand, scale, g, s, top, measure, largest, squared, fast, clamp, pairs
+):  # fmt: skip
+    """The error of one block under one candidate, as `choose_four` works it out."""
+    d = np.empty(len(src), np.float32)
+    for i in range(0, len(src), RUN):
+        error16(src, i, operand, scale, g, s, top, squared, fast, clamp, d, i)
+    return total_error(d, measure, pairs is not None)
+
+
+@jit
 def _packed_code(p, dead):
     """The bits that fouroversix packs for one element, before the byte is cut to nibbles."""
     bits = np.uint32(bits_of_f32(p))

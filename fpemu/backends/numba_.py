@@ -435,7 +435,9 @@ class _Call:
         tensor = None
         if self.values and not self.plan.exponent and (fmt.tensor_scaled or narrow_out):
             tensor = self.scalars
-        stream = 1 if self._streams(out) and rng is None else None
+        # Such a store needs an address that 16 divides, at the start of every row.
+        aligned = cols % 4 == 0 and out.ctypes.data % 16 == 0
+        stream = 1 if aligned and self._streams(out) and rng is None else None
         given = (
             self._given(src, stored, geometry) if self.plan.rule == loops.RULE_GIVEN else _NOT_GIVEN
         )

@@ -29,7 +29,7 @@ from fpemu.dialects import (
     zero_sign,
 )
 from fpemu.formats import E4M3, E8M0, BlockFormat, Format
-from fpemu.scaling import NUMPY, Array, Ops, decode_mag, encode_rne
+from fpemu.scaling import NUMPY, Array, Ops, Scales, TensorScale, decode_mag, encode_rne
 
 PIECE = 1 << 18  # elements: the larger, the less threads wait for each other's Python
 SHARE = 1 << 16  # blocks whose scales a thread works out at a time
@@ -312,14 +312,9 @@ class Call:
         return runs, self.true_amax[first:last], blocks
 
     def _choose(self, runs: np.ndarray, six: Blocks, four: Blocks) -> None:
-        dialect = self.rule.dialect
-        assert dialect.error is not None
-        error = ERRORS[dialect.error]
         dialect_loops.choose_four(
             runs, self.size // RUN, six, four, self.number, np.float32(self.tensor.encode),
-            np.float32(error.top), _MEASURE[error.measure], _flag(error.measure == "max"),
-            _flag(error.measure == "mse"), _flag(error.fast), _flag(not dialect.wraps),
-            _flag(dialect.wraps and error.measure != "max"),
+            *error_arguments(self.rule.dialect),
         )  # fmt: skip
 
     # Elements ------------------------------------------------------------------------------------
@@ -383,6 +378,29 @@ class Call:
         if not direct:
             from_runs(flat, self.steps, out)
         return blocks
+
+
+def error_arguments(dialect: Dialect) -> tuple[Any, ...]:
+    """The last arguments of `dialect_loops.choose_four` and `block_error`."""
+    assert dialect.error is not None
+    error = ERRORS[dialect.error]
+    return (
+        np.float32(error.top), _MEASURE[error.measure], _flag(error.measure == "max"),
+        _flag(error.measure == "mse"), _flag(error.fast), _flag(not dialect.wraps),
+        _flag(dialect.wraps and error.measure != "max"),
+    )  # fmt: skip
+
+
+def block_error(
+    dialect: Dialect, values: np.ndarray, scales: Scales, tensor: TensorScale
+) -> np.float32:
+    """The error of one block (float32) under one candidate's scales."""
+    padded = np.zeros(ceil(values.size / RUN) * RUN, np.float32)
+    padded[: values.size] = values
+    return dialect_loops.block_error(
+        padded, np.float32(scales.multiplier[0]), np.float32(scales.factor[0]),
+        np.float32(tensor.decode), np.float32(tensor.encode), *error_arguments(dialect),
+    )  # fmt: skip
 
 
 def _block_count(index: tuple[slice, ...], steps: tuple[int, ...]) -> int:

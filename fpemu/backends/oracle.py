@@ -534,13 +534,23 @@ def supports(request: Request) -> str | None:
     """Why the oracle cannot serve a request, or None."""
     fmt = request.fmt
     known = (*MX_RULES, *NVFP4_RULES, *FP8_RULES)
-    if isinstance(fmt, BlockFormat) and fmt.rule not in known:
+    if isinstance(fmt, BlockFormat) and fmt.rule not in known and not _is_dialect(fmt):
         return f"the oracle has no scale rule {fmt.rule!r}"
     return None
 
 
+def _is_dialect(fmt: Format | BlockFormat) -> bool:
+    from fpemu.backends import oracle_dialects  # which builds on this module
+
+    return isinstance(fmt, BlockFormat) and fmt.rule in oracle_dialects.DIALECTS
+
+
 def encode(request: Request) -> Parts:
     """Codes and scales of a request."""
+    if _is_dialect(request.fmt):
+        from fpemu.backends import oracle_dialects
+
+        return oracle_dialects.encode(request)
     fmt = element_format(request.fmt)
     cast = _prepare(request)
     random = words(request) if request.rounding == "sr" else [0] * len(cast.values)
@@ -553,7 +563,7 @@ def encode(request: Request) -> Parts:
 
 
 def decode(fmt: Format | BlockFormat, parts: Parts, axis: int, out: Array, kind: str) -> None:
-    """Values of codes and scales, each formed exactly and rounded once.
+    """Values of codes and scales, each formed exactly and rounded once (or in a dialect's order).
 
     Parameters
     ----------
@@ -565,7 +575,10 @@ def decode(fmt: Format | BlockFormat, parts: Parts, axis: int, out: Array, kind:
         Written; of dtype `kind`, or uint16 for bfloat16.
     kind : {"float16", "bfloat16", "float32", "float64"}
     """
+    from fpemu.backends import oracle_dialects
+
     element = element_format(fmt)
+    own_order = isinstance(fmt, BlockFormat) and fmt.decode != "exact"
     factor = ONE
     if parts.tensor_scale is not None:
         factor = from_bits(int(np.asarray(parts.tensor_scale).view(np.uint32)), "float32")
@@ -579,6 +592,11 @@ def decode(fmt: Format | BlockFormat, parts: Parts, axis: int, out: Array, kind:
             else:
                 assert fmt.scale is not None
                 scale = value_of(fmt.scale, int(stored))
+            if own_order:
+                stored_factor = to_bits(factor, "float32")
+                value = oracle_dialects.value(fmt, value, scale, stored_factor)
+                bits[index] = to_bits(value, kind)
+                continue
             value = times(value, scale)
         bits[index] = to_bits(times(value, factor), kind)
     out[...] = bits.view(out.dtype)
@@ -592,6 +610,10 @@ def quantize(request: Request, out: Array) -> None:
 
 def within(request: Request) -> Array:
     """Where the value that is cast lies in +-max, ends included; NaN does not."""
+    if _is_dialect(request.fmt):
+        from fpemu.backends import oracle_dialects
+
+        return oracle_dialects.within(request)
     largest = grid(element_format(request.fmt)).largest
     flat = [x is not None and x.size <= largest for x in _prepare(request).values]
     return np.array(flat, dtype=bool).reshape(request.x.shape)

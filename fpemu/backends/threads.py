@@ -81,8 +81,10 @@ def parallel(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) ->
 
     others = [_executor().submit(work_in_pool) for _ in range(workers - 1)]
     try:
+        _inside.pool = True
         work()
     finally:
+        _inside.pool = False
         errors = [other.exception() for other in others]  # waits: nobody writes after we return
     for error in errors:
         if error is not None:

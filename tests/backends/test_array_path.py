@@ -7,12 +7,16 @@ from helpers import assert_same_bits
 import fpemu
 from fpemu import formats
 from fpemu.backends import numba_
+from fpemu.dialects import dialect_of
 from fpemu.scaling import EXPONENT_RULES
 
 MULTIPLIED = [
     name
     for name, row in formats.TABLE.items()
-    if isinstance(row, formats.BlockFormat) and row.block and row.rule not in EXPONENT_RULES
+    if isinstance(row, formats.BlockFormat)
+    and row.block
+    and row.rule not in EXPONENT_RULES
+    and dialect_of(row) is None
 ]
 
 
