@@ -3,7 +3,7 @@
 A GPT over bytes (4 layers, width 256, batch 8 of 256 tokens) trains on random bytes, AdamW
 included. The recipes take their steps in turns in one process, and each step is compared with the
 float32 step of the same turn: a machine that slows down slows all of them down. Peak memory is
-measured in a process of its own per recipe, above what importing takes.
+measured in a process of its own per recipe, above what importing takes (on Linux).
 
     python benchmarks/bench_training.py                        every recipe, some minutes
     python benchmarks/bench_training.py --quick                few rounds, no memory
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -140,10 +139,16 @@ def peak_memory(recipe: str, keep: Any) -> float:
 
 def print_peak(recipe: str, keep: Any) -> None:
     fpemu.quantize(torch.ones(64, 64), "nvfp4")  # loads the kernels
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
     step = make_step(recipe, keep)
     step(), step()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(resident("VmHWM") - before)
+
+
+def resident(field: str) -> float:
+    """MB of this process now ("VmRSS") or at most so far ("VmHWM"); Linux has them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
 # The script --------------------------------------------------------------------------------------
@@ -187,7 +192,7 @@ def main() -> None:
         return
     recipes = arguments.recipes or list(RECIPES)
     records = measure(recipes, 3 if arguments.quick else arguments.rounds, keep)
-    if not arguments.quick:
+    if not arguments.quick and sys.platform == "linux":
         for record in records:
             record["peak_mb"] = peak_memory(record["recipe"], keep)
     show(records)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from fnmatch import fnmatchcase
@@ -70,7 +70,8 @@ def _options(
 def formats(
     pattern: Annotated[str, typer.Argument(help="Shell-style pattern, such as 'nvfp4*'.")] = "*",
 ) -> None:
-    """List formats: range and specials; or block, scale and rule."""
+    """List formats: range and specials; or block, scale and rule; or a library's dialect."""
+    from fpemu.dialects import dialect_of
     from fpemu.formats import Format, get_format, list_formats
 
     with _one_line_errors():
@@ -79,12 +80,19 @@ def formats(
             get_format(pattern, "formats")  # raises, with the nearest name
         elements = [row for row in rows if isinstance(row, Format)]
         blocks = [row for row in rows if not isinstance(row, Format)]
+        dialects = [row for row in blocks if dialect_of(row) is not None]
+        blocks = [row for row in blocks if dialect_of(row) is None]
+        hidden = len(dialects) if pattern == "*" else 0
         tables = []
         if elements:
             tables.append(_element_table(elements))
         if blocks:
             tables.append(_block_table(blocks))
+        if dialects and not hidden:
+            tables.append(_dialect_table(dialects))
         _print(*tables)
+        if hidden:
+            typer.echo(f"\nAnd {hidden} dialects of libraries: fpemu formats 'nvfp4/*'")
 
 
 def _element_table(rows: list[Format]) -> Table:
@@ -119,6 +127,13 @@ def _block_table(rows: list[BlockFormat]) -> Table:
             "fp32" if row.tensor_scaled else "-",
             f"{_bits_per_element(row):g}",
         )
+    return table
+
+
+def _dialect_table(rows: list[BlockFormat]) -> Table:
+    table = _table("Dialects", "name", "ties", "decoded", "source")
+    for row in rows:
+        table.add_row(row.name, row.rounding, row.decode, row.source)
     return table
 
 
@@ -441,6 +456,47 @@ def _diff_cells(row: Difference) -> tuple[str, str, str, str]:
     codes = "-" if row.codes is None else f"{row.codes[0]:,} of {row.codes[1]:,}"
     mark = "*" if row.number_differs else ""
     return scales + mark, codes, f"{row.sqnr_db:.2f}", f"{row.max_difference:.6g}"
+
+
+# identify ----------------------------------------------------------------------------------------
+
+
+@app.command()
+def identify(
+    original: Annotated[Path, typer.Argument(help="The checkpoint before quantization.")],
+    quantized: Annotated[Path, typer.Argument(help="The quantized checkpoint.")],
+    pattern: Annotated[str, typer.Argument(help="Which tensors, such as '*.weight'.")] = "*",
+) -> None:
+    """Find the library that made a checkpoint's bits.
+
+    Every dialect quantizes the original weights, tensor by tensor; the table ranks them by the
+    share of scale bytes and codes that come out equal. Exit code 1 where none gives every bit.
+    """
+    from fpemu import checkpoints
+    from fpemu.identification import Match, identify_all
+
+    with _one_line_errors():
+        before, after = checkpoints.open(original), checkpoints.open(quantized)
+        names = [
+            name
+            for name, entry in after.items()
+            if entry.layout is not None and name in before and fnmatchcase(name, pattern)
+        ]
+        if not names:
+            raise ValueError(
+                f"identify: {str(quantized)!r} has no quantized tensor of a name in"
+                f" {str(original)!r} that matches {pattern!r}. Give the original of the same model."
+            )
+        with _progress("tensors", len(names)) as show:
+
+            def done(matches: Sequence[Match]) -> None:
+                show(matches[0].name, 1)
+
+            pairs = ((before[name].values(), after[name].encoded()) for name in names)
+            found = identify_all(pairs, progress=done)
+        typer.echo(str(found))
+    if not found.exact:
+        raise typer.Exit(1)
 
 
 # verify ------------------------------------------------------------------------------------------

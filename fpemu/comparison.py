@@ -168,16 +168,16 @@ def compare(
     >>> print(fpemu.compare(x, "nvfp4/te-ref", "nvfp4/torchao", amax=0.4609375))
     nvfp4/te-ref  against  nvfp4/torchao
     blocks               1
-    scale bytes differ   1 (100 %)
-    codes differ         0 (0 %) of elements
-    blocks that differ   1 (100 %)
-    SQNR dB              46.3124  28.9876
+    scale bytes differ   100 %
+    codes differ         0 % of elements
+    blocks that differ   100 %
+    SQNR dB              18.3486  24.8849
     <BLANKLINE>
     block 0, 0
       nvfp4/te-ref                           nvfp4/torchao
-      A = amax of the block    0.08642578    A = amax of the block    0.08642578
-      S                         5831.5933    T = fl(G/2688)         0.0001714797
-      fl(A*fl(S*fl(1/6)))       84.000008    scale before E4M3                84
+      A = amax of the block    0.086425781   A = amax of the block    0.086425781
+      S                          5831.5933   T = fl(G/2688)         0.00017147973
+      fl(A*fl(S*fl(1/6)))        84.000008   scale before E4M3                 84
         turns at 84, +1 ulp                    turns at 84, +0 ulp
       scale  0x6b = 88                       scale  0x6a = 80
       codes  7f00000000000000                codes  7f00000000000000
@@ -299,8 +299,9 @@ def _explain(
         scales.append(_scale_text(side, block))
         digits = -(-side.fmt.element.bits // 4)
         part = np.asarray(side.parts.codes)[index].reshape(-1)
-        text = "".join(f"{int(code):0{digits}x}" for code in part[:16])
-        codes.append(text + ("..." if part.size > 16 else ""))
+        shown = 28 // digits
+        text = "".join(f"{int(code):0{digits}x}" for code in part[:shown])
+        codes.append(text + ("..." if part.size > shown else ""))
     x = None if element is None else float(_float32(a.request, element))
     return Explained(
         block, element, x, (steps[0], steps[1]), (scales[0], scales[1]), (codes[0], codes[1]), names
@@ -462,7 +463,7 @@ def _column(steps: tuple[Step, ...]) -> list[str]:
     """A line for each step, and one more where it has a boundary."""
     lines = []
     for step in steps:
-        lines.append(f"{step.label:<22}{step.value:>14.8g}")
+        lines.append(f"{step.label:<23}{step.value:>13.8g}")
         if step.ulps is not None:
             lines.append(f"  turns at {step.boundary:.6g}, {step.ulps:+.4g} ulp")
     return lines

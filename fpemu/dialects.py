@@ -38,6 +38,7 @@ class Nan(NamedTuple):
     value: float | None = None
     signed: bool = False
     made: float | None = None  # for a NaN that the operation itself makes; default: `value`
+    inf: float | None = None  # what infinity becomes; default: the largest finite value
 
     @property
     def made_value(self) -> float:
@@ -78,6 +79,10 @@ class Dialect:
         The kernel exists for bfloat16 only: x is rounded to it first.
     narrow_nan : bool
         Elements go through the tensor's dtype before they are packed, which shows in NaN only.
+    packs_bits : bool
+        NaN and infinity are cut to the element's width like other values: exponent all ones.
+    hardware : bool
+        The cast is an instruction: NaN is the format's canonical one.
     """
 
     block: Callable[[Ops, BlockFormat, Array, TensorScale], Scales]
@@ -91,6 +96,8 @@ class Dialect:
     wraps: bool = False
     narrow: bool = False
     narrow_nan: bool = False
+    packs_bits: bool = False
+    hardware: bool = False
 
     @property
     def rounds_itself(self) -> bool:
@@ -256,20 +263,24 @@ def _torchao_block(cuda: bool, levels: int) -> Any:
     """
 
     def block(ops: Ops, fmt: BlockFormat, amax: Array, tensor: TensorScale) -> Scales:
-        xp, one, six = ops.module, ops.f32(amax, 1.0), ops.f32(amax, 6.0)
+        one, six = ops.f32(amax, 1.0), ops.f32(amax, 6.0)
         p = amax * (one / six) if cuda else amax / six
         if levels == 2:
             p = p / tensor.encode
         p = _at_least(ops, ops.note("scale before E4M3", p), 2.0**-6)
         stored, s = ops.scale(fmt.scale, p)
         operand = (one / tensor.encode if levels == 2 else one) / s
-        # x86 makes its own NaN negative and keeps that of an amax.
-        made = ops.f32(amax, -NAN)
-        of_tensor = tensor.encode != tensor.encode  # a maximum over many elements makes its own
-        operand = xp.where((operand != operand) & ((amax == amax) | of_tensor), made, operand)
-        return Scales(stored, operand, s)
+        return Scales(stored, _sign_of_nan(ops, operand, amax, tensor), s)
 
     return block
+
+
+def _sign_of_nan(ops: Ops, operand: Array, amax: Array, tensor: TensorScale) -> Array:
+    """x86 keeps the (positive) NaN of a block's amax and makes negative ones: from numbers, and in
+    torch's maximum over a whole tensor."""
+    made = (amax == amax) | (tensor.encode != tensor.encode)
+    nan = ops.module.where(made, ops.f32(amax, -NAN), ops.f32(amax, NAN))
+    return ops.module.where(operand == operand, operand, nan)
 
 
 def _at_least(ops: Ops, x: Array, low: float) -> Array:
@@ -319,7 +330,8 @@ def _quark_block(ops: Ops, fmt: BlockFormat, amax: Array, tensor: TensorScale) -
     p = ops.note("fl(fl(A/6)*S)", (amax / ops.f32(amax, 6.0)) * tensor.encode)
     stored, s = ops.scale(fmt.scale, p)
     divisor = s / tensor.encode
-    return Scales(stored, ops.module.where(divisor == 0, ops.f32(amax, 2.0**-23), divisor), s)
+    divisor = ops.module.where(divisor == 0, ops.f32(amax, 2.0**-23), divisor)
+    return Scales(stored, _sign_of_nan(ops, divisor, amax, tensor), s)
 
 
 # MX block scales ---------------------------------------------------------------------------------
@@ -505,10 +517,16 @@ def _ct_mx(ops: Ops, fmt: BlockFormat, amax: Array, tensor: TensorScale) -> Scal
     FP8 too is rounded with FP4's mantissa. NaN, Inf and an A' that overflows: x is divided by Inf
     and byte 127 stored.
     """
-    xp = ops.module
-    bits = _rounded_up(ops.bits(amax), 3 if fmt.element.bits == 6 else 1)
+    xp, man_bits = ops.module, 3 if fmt.element.bits == 6 else 1
+    bits = _rounded_up(ops.bits(amax), man_bits)
     byte = _clipped(ops, _exponent(bits) - fmt.element.emax, 0, 254)
     overflow = (bits >= INF_BITS) | (bits < 0)
+    if ops.kind == "float16":
+        # Rounded in float16: overflows from 2^16 on, and a subnormal that does not reach 2^-14
+        # leaves 0. A power below 2^-24 is 0, for which the library takes 1.
+        overflow = overflow | (_exponent(bits) > 127 + 15)
+        gone = (amax < 2.0**-14 * (1 - 2.0 ** -(man_bits + 1))) | (byte < 127 - 24)
+        byte = xp.where(gone, xp.full_like(byte, 127), byte)
     factor = _power(ops, byte)
     return Scales(
         xp.where(overflow, xp.full_like(byte, 127), byte),
@@ -550,11 +568,17 @@ def _microxcaling_mx(ops: Ops, fmt: BlockFormat, amax: Array, tensor: TensorScal
     byte = floor_log2(ops, safe) - fmt.element.emax + 127
     byte = _clipped(ops, byte, 0, 255)
     byte = xp.where(ops.bits(amax) < INF_BITS, byte, xp.full_like(byte, 255))
+    if ops.kind == "float16":  # whose powers of two are 0 or infinity outside 2^-24 .. 2^15
+        byte = xp.where((byte < 103) | (byte > 142), xp.full_like(byte, 255), byte)
     factor = _power(ops, byte)
     return Scales(byte, factor, factor)
 
 
 # Float logarithms --------------------------------------------------------------------------------
+
+
+#: Mantissa bits of the dtypes in which a library may compute; others are taken as float32.
+KIND_BITS = {"bfloat16": 7, "float16": 10}
 
 
 @lru_cache(maxsize=8)
@@ -585,14 +609,15 @@ def _normal_bits(ops: Ops, x: Array) -> tuple[Array, Array]:
     xp = ops.module
     bits = ops.bits(x)
     tiny = bits < 0x00800000
-    scaled = ops.bits(xp.where(tiny, x * ops.f32(x, 2.0**24), x))
+    raised = xp.where(tiny, x, ops.f32(x, 0.0)) * ops.f32(x, 2.0**24)
+    scaled = ops.bits(xp.where(tiny, raised, x))
     exponent = (scaled >> 23) - (24 * ops.count(tiny) + 127)
     return exponent, scaled & 0x7FFFFF
 
 
 def floor_log2(ops: Ops, x: Array) -> Array:
     """floor(log2(x)) (int32) with the logarithm rounded to the dtype `ops.kind`; x > 0, finite."""
-    below = log2_slack(7 if ops.kind == "bfloat16" else 23)[1]
+    below = log2_slack(KIND_BITS.get(ops.kind, 23))[1]
     exponent, mantissa = _normal_bits(ops, x)
     reach = ops.table(below, exponent + 151)  # towards 2^(exponent + 1)
     return exponent + ops.count(0x800000 - mantissa <= reach)
@@ -684,7 +709,8 @@ def _shifted(ops: Ops, s: Array, g: Array) -> Array:
 
 DECODE: dict[str, Decode] = {
     "exact": Decode(None),
-    "third": Decode(lambda ops, s, g: s, divisor=3.0),
+    # A quarter first, so that only the result can overflow: (q * s/4) / 0.75 rounds once.
+    "third": Decode(lambda ops, s, g: s * ops.f32(s, 0.25), divisor=0.75),
     "scale-first": Decode(lambda ops, s, t: s * t),
     "scale-first+0": Decode(lambda ops, s, t: s * t, plus_zero=True),
     "shifted": Decode(_shifted),
@@ -768,7 +794,9 @@ DIALECTS: dict[str, Dialect] = {
     "nvfp4/fouroversix-mse": _fouroversix("mse-256"),
     "nvfp4/fouroversix-mae": _fouroversix("mae-256"),
     "nvfp4/fouroversix-absmax": _fouroversix("max-256"),
-    "nvfp4/quark": Dialect(_quark_block, _quark_tensor, apply="divide", zero="never"),
+    "nvfp4/quark": Dialect(
+        _quark_block, _quark_tensor, apply="divide", zero="never", packs_bits=True
+    ),
     "mx/torchao-floor": _mx(_torchao_mx("floor", old=False), nan=_AO_NAN),
     "mx/torchao-rceil": _mx(_rceil_mx(255), nan=_AO_NAN),
     "mx/torchao-ceil": _mx(_torchao_mx("ceil", old=False), nan=_AO_NAN),
@@ -777,7 +805,7 @@ DIALECTS: dict[str, Dialect] = {
     "mx/torchao-0.18-rceil": _mx(_torchao_018_rceil, nan=_AO_NAN),
     "mx/torchao-0.18-ceil": _mx(_torchao_mx("ceil", old=True), apply="divide", nan=_AO_NAN),
     "mx/torchao-0.18-even": _mx(_torchao_mx("even", old=True), apply="divide", nan=_AO_NAN),
-    "mx/quark-even": _mx(_quark_even, apply="divide", zero="never"),
+    "mx/quark-even": _mx(_quark_even, apply="divide", zero="never", packs_bits=True),
     "mx/quark-pack-up": _mx(_cut_mx(up=True, by_max=True), nan=Nan(6.0, signed=True)),
     "mx/quark-pack-down": _mx(_cut_mx(up=False, by_max=True), nan=Nan(6.0, signed=True)),
     "mx/quark-pack-even": _mx(_quark_pack_even, nan=Nan(6.0, signed=True)),
@@ -789,7 +817,7 @@ DIALECTS: dict[str, Dialect] = {
     "mx/microxcaling-floor": _MICROXCALING,
     "mx/triton-kernels-up": _mx(_cut_mx(up=True, by_max=True), nan=Nan(0.0, signed=True)),
     "mx/triton-kernels-down": _mx(_cut_mx(up=False, by_max=False), nan=Nan(0.0, signed=True)),
-    "mx/te": _mx(_rceil_mx(254), skip_nan=True),
+    "mx/te": _mx(_rceil_mx(254), skip_nan=True, hardware=True),
     "mx/modelopt": _mx(_modelopt_mxfp8),
     "mx/fouroversix-static6": _mx(_fouroversix_mx(6.0), apply="divide", zero="plus", wraps=True),
     "mx/fouroversix-static4": _mx(_fouroversix_mx(4.0), apply="divide", zero="plus", wraps=True),
@@ -804,7 +832,14 @@ _BY_ELEMENT = {
 
 def element_nan(dialect: Dialect, element: Format, kind: str) -> Nan:
     """What NaN becomes in `element`: formats that have a NaN code keep it, with its sign."""
+    if element.is_integer:
+        return Nan(0.0)
+    if dialect.packs_bits and not element.has_nan:
+        top = 2.0**element.emax
+        return Nan(1.5 * top, signed=True, inf=top)
     if element.has_nan:
+        if dialect.hardware:
+            return Nan()
         # torch's conversion from bfloat16 loses the sign of what it made itself.
         return Nan(None, signed=not (dialect.narrow_nan and kind == "bfloat16"))
     if dialect.narrow_nan and (element.bits == 6 or kind == "bfloat16"):

@@ -107,6 +107,7 @@ def identify(
     --------
     >>> import numpy as np, fpemu
     >>> x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    >>> x[0, 0] = 0  # to which ModelOpt gives code 8
     >>> found = fpemu.identify(x, fpemu.encode(x, "mxfp4/modelopt"))
     >>> found.exact
     ('mxfp4/modelopt',)
@@ -124,7 +125,8 @@ def identify(
         )
     rows = _rows(encoded.format, candidates)
     theirs = _host(encoded)
-    found = [_match(x, row, encoded, theirs, _amax_for(row, encoded, x, amax)) for row in rows]
+    amaxes = _amaxes(rows, encoded, x, amax)
+    found = [_match(x, row, encoded, theirs, g) for row, g in zip(rows, amaxes, strict=True)]
     return Identification(tuple(sorted(found, key=_rank)))
 
 
@@ -234,19 +236,25 @@ def _numpy(array: Any) -> np.ndarray:
     return array.cpu().numpy() if hasattr(array, "cpu") else np.asarray(array)
 
 
-def _amax_for(row: BlockFormat, encoded: Encoded, x: Any, amax: float | None) -> float | None:
-    """The amax to give `row`: the caller's; None where x's own leads to the stored number; else the
-    one that does."""
-    if not row.tensor_scaled:
-        return None
+def _amaxes(
+    rows: list[BlockFormat], encoded: Encoded, x: Any, amax: float | None
+) -> list[float | None]:
+    """The amax to give each row: the caller's; None where x's own leads some row to the stored
+    number; else, for each, the one that leads it there."""
     if amax is not None or encoded.global_scale is None:
-        return amax
+        return [amax if row.tensor_scaled else None for row in rows]
     wanted = float(np.float32(_numpy(encoded.tensor_scale)))
-    if not np.isfinite(wanted) or wanted <= 0:
-        return None
+    scaled = [row for row in rows if row.tensor_scaled]
     own = _largest(x)
-    if _multiplies(row, own) == np.float32(wanted) or _close(_multiplies(row, own), wanted):
-        return None
+    if not np.isfinite(wanted) or wanted <= 0 or any(
+        _close(_multiplies(row, own), wanted) for row in scaled
+    ):
+        return [None] * len(rows)
+    return [_amax_behind(row, wanted) if row.tensor_scaled else None for row in rows]
+
+
+def _amax_behind(row: BlockFormat, wanted: float) -> float:
+    """The tensor amax for which `row` stores the factor `wanted`, or nearly so."""
     guess = np.float32(wanted * row.element.max * (row.scale.max if row.scale else 1.0))
     near = [guess]
     for direction in (np.float32(0), np.float32(np.inf)):

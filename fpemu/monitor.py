@@ -482,8 +482,8 @@ def _origin(y: Tensor, inputs: Iterable[Any]) -> Tensor:
     view leave its own hooks behind, those of the matrix stay.
     """
     base = y._base
-    if base is None or base.numel() != y.numel():
-        return y
+    if base is None or not base.requires_grad or base.numel() != y.numel():
+        return y  # (inside a custom Function the matrix is no part of the graph)
     others = [t for t in inputs if isinstance(t, Tensor)]
     if any(t is base or t._base is base for t in others):  # a view of an input: used elsewhere too
         return y

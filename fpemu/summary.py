@@ -56,7 +56,9 @@ class Summary:
     amax: float
     mean: float
     moments: tuple[float, float, float]  # sums of (x - mean)**2, **3, **4 over finite x
-    channels: np.ndarray | None  # largest finite magnitude of each column; None: widths differed
+    channels: (
+        np.ndarray | None
+    )  # float64: largest finite magnitude of each column; None: widths differed
     exponents: np.ndarray  # counts of nonzero finite x, from 2**LOWEST
     losses: dict[str, Loss | str] = field(default_factory=dict)  # a text says why there is none
     calls: int = 1
@@ -106,7 +108,7 @@ class Summary:
         used = np.flatnonzero(self.exponents)
         low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         square, _, fourth = self.moments
-        rms = sqrt(square / self.finite + self.mean**2) if self.finite else 0.0
+        rms = sqrt(square / self.finite + self.mean * self.mean) if self.finite else 0.0
         kurtosis = None
         if square > 0 and isfinite(square):
             kurtosis = fourth / square * (self.finite / square) - 3
@@ -165,13 +167,14 @@ def _pooled_moments(a: Summary, b: Summary) -> tuple[float, tuple[float, float, 
         return (a.mean, a.moments) if n else (b.mean, b.moments)
     (a2, a3, a4), (b2, b3, b4) = a.moments, b.moments
     whole, d = n + m, b.mean - a.mean
+    square = d * d  # products, as Python's ** raises where a product is infinite
     mean = a.mean + d * m / whole
-    second = a2 + b2 + d**2 * n * m / whole
-    third = a3 + b3 + d**3 * n * m * (n - m) / whole**2 + 3 * d * (n * b2 - m * a2) / whole
+    second = a2 + b2 + square * n * m / whole
+    third = a3 + b3 + square * d * n * m * (n - m) / whole**2 + 3 * d * (n * b2 - m * a2) / whole
     fourth = (
         a4 + b4
-        + d**4 * n * m * (n * n - n * m + m * m) / whole**3
-        + 6 * d**2 * (n * n * b2 + m * m * a2) / whole**2
+        + square * square * n * m * (n * n - n * m + m * m) / whole**3
+        + 6 * square * (n * n * b2 + m * m * a2) / whole**2
         + 4 * d * (n * b3 - m * a3) / whole
     )  # fmt: skip
     return mean, (second, third, fourth)
@@ -247,7 +250,7 @@ def _describe(x: np.ndarray) -> Summary:
     for (index,), (_, _, columns) in zip(cuts, measured, strict=True):
         np.maximum(channels[index[1]], columns, out=channels[index[1]])
     return Summary(
-        x.size, zeros, nans, infinite, amax, mean, moments, channels.view(x.dtype),  # type: ignore[arg-type]
+        x.size, zeros, nans, infinite, amax, mean, moments, channels.view(x.dtype).astype(np.float64),  # type: ignore[arg-type]
         _histogram(x, counts, zeros),
     )  # fmt: skip
 

@@ -116,6 +116,20 @@ def narrow16(typingctx, src, si, dst, di):  # type: ignore[no-untyped-def]
     return types.void(src, si, dst, di), codegen
 
 
+def _float16(a: Vec) -> Vec:
+    """Non-negative floats below 2^16 on float16's grid, to nearest even."""
+    bits = a.bits()
+    near = ((bits + (((bits >> 13) & 1) + 0xFFF)) >> 13 << 13).floats()
+    return (a < 2.0**-14).where((a + 0.5) - 0.5, near)  # 0.5 has steps of 2^-24
+
+
+def _in_kind(a: Vec, kind: types.Type) -> Vec:
+    """Non-negative floats rounded to the dtype that `narrow` stands for."""
+    if isinstance(kind, types.BaseTuple):
+        return _float16(a)
+    return (_bfloat16_bits(a.bits()) << 16).floats() if _given(kind) else a
+
+
 def _rint(a: Vec) -> Vec:
     """Integer nearest to a non-negative float, ties to even; NaN stays NaN."""
     magic = a.splat(2.0**23)
@@ -182,6 +196,8 @@ def microxcaling16(typingctx, src, si, by, rule, reach, nearest, even, narrow, d
         y = _load(context, b, kinds[0], values[0], values[1]) * splat(b, values[2])
         # 2^17 is beyond every element; NaN and Inf stand in blocks that are NaN throughout.
         bits, sign = (y.bits() & MAG).min(144 << 23), y.bits() & SIGN
+        if isinstance(kinds[7], types.BaseTuple):
+            bits = _float16(bits.floats()).bits()
         exponent = bits.splat(0)
         if _given(kinds[4]):
             steps = [splat(b, b.trunc(v, I32)) for v in cgutils.unpack_tuple(b, values[4])]
@@ -201,12 +217,9 @@ def microxcaling16(typingctx, src, si, by, rule, reach, nearest, even, narrow, d
         if _given(kinds[5]):
             near, half = v + 0.5, v.splat(0.5)
             left = v - half
-            if _given(kinds[7]):
-                near = (_bfloat16_bits(near.bits()) << 16).floats()
-                left = (_bfloat16_bits(left.bits()) << 16).floats()
-            r = _floor(near)
+            r = _floor(_in_kind(near, kinds[7]))
             if _given(kinds[6]):
-                pair = (left.bits() & MAG).floats() * half
+                pair = _in_kind((left.bits() & MAG).floats(), kinds[7]) * half
                 tie = (left < 0.0).where(v.splat(1.0), pair - _floor(pair)) == 0.0
                 r = tie.where(r - 1.0, r)
         p = r * ((bits.splat(254) - shift) << 23).floats()

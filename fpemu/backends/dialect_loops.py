@@ -110,16 +110,18 @@ def scaled(src, operand, size, how, zero, out):
 
 
 @jit
-def replace_nan(src, operand, size, p, value, made, finite, signed, x_first):
+def replace_nan(src, operand, size, p, value, made, finite, signed, x_first, inf):
     """NaN in `p` becomes `value`, or `made` where the operation made it (`finite`: else it stays
     NaN); its sign survives where `signed`.
 
-    Of two NaNs the operand's survives, or that of x where `x_first`; one made by the operation is
+    Infinity becomes `inf`. Of two NaNs the operand's survives, or that of x where `x_first`; one made by the operation is
     negative.
     """
     for k in range(len(operand)):
         for i in range(k * size, (k + 1) * size):
             if p[i] == p[i]:
+                if abs(p[i]) == np.float32(np.inf):
+                    p[i] = np.float32(inf) if p[i] > 0 else np.float32(-inf)
                 continue
             x, by = src[i], operand[k]
             sign, new = _SIGN, np.float32(made)
@@ -268,8 +270,8 @@ def microxcaling(src, operand, size, rule, reach, nearest, even, narrow, out):
     `rule`: (fraction bits of the scaled integer, smallest exponent, bits of the largest value).
     `reach`: how far below 2^k a logarithm rounds up to k, for k = 1, -1, -2, -4, -8, -16 (those
     between are alike), or None for an integer format. `nearest`: half is added before the floor;
-    `even`: half an odd number is taken back; `narrow`: sums are rounded to bfloat16 (None or a
-    number each). `out` receives values on the element's grid, 0 where the block is NaN.
+    `even`: half an odd number is taken back (None or a number each); `narrow`: sums are rounded
+    to bfloat16 (1) or float16 ((1,)). `out` receives values on the element's grid, 0 where the block is NaN.
     """
     for k in range(len(operand)):
         for i in range(k * size, (k + 1) * size, RUN):
@@ -359,7 +361,7 @@ def cast_blocks(
 
     `careful`: what is cast may be NaN, or wrap around where `wraps`. `safe_params` serve where a NaN
     is left, and for `words`, the random ones or None. `nan` is (value, made, finite, signed, x
-    first). `own`: None, or the last arguments of `microxcaling`. `bit` is the sign bit of a format
+    first, inf). `own`: None, or the last arguments of `microxcaling`. `bit` is the sign bit of a format
     that has a NaN, else 0. `factor` and `order` (None, or the last arguments of `decoded`) turn
     element values into decoded ones.
     """
@@ -378,7 +380,7 @@ def cast_blocks(
                 if wraps:
                     wrap(p, by, size)
                 else:
-                    replace_nan(x, by, size, p, nan[0], nan[1], nan[2], nan[3], nan[4])
+                    replace_nan(x, by, size, p, nan[0], nan[1], nan[2], nan[3], nan[4], nan[5])
                     left = not nan[2]
         if words is not None:
             some = words[first * size : last * size]

@@ -22,6 +22,7 @@ from fpemu.casting import value_table
 from fpemu.dialects import (
     DECODE,
     ERRORS,
+    KIND_BITS,
     Dialect,
     dialect_of,
     element_nan,
@@ -73,7 +74,7 @@ class Rule(NamedTuple):
     safe_params: tuple[int, ...]
     how: int
     zero: int
-    nan: tuple[np.float32, np.float32, bool, bool, bool]
+    nan: tuple[np.float32, np.float32, bool, bool, bool, np.float32]
     own: tuple[Any, ...] | None
     nan_code: int
     bit: int
@@ -101,6 +102,7 @@ def _rule(
         (
             np.float32(0.0 if nan.value is None else nan.value), np.float32(nan.made_value),
             nan.value is not None, nan.signed, dialect.apply != "multiply",
+            np.float32(np.inf if nan.inf is None else nan.inf),
         ),
         own,
         element.nan_code or 0,
@@ -122,8 +124,8 @@ def _fast_params(
 
 def _microxcaling_rule(fmt: BlockFormat, kind: str) -> tuple[Any, ...]:
     """The arguments of `dialect_loops.microxcaling` between `operand` and `out`."""
-    element, narrow = fmt.element, kind == "bfloat16"
-    below = log2_slack(7 if narrow else 23)[1]
+    element = fmt.element
+    below = log2_slack(KIND_BITS.get(kind, 23))[1]
     reach = None if element.is_integer else tuple(int(below[k + 150]) for k in _REACH)
     largest = int(np.float32(element.max).view(np.uint32))
     return (
@@ -131,7 +133,7 @@ def _microxcaling_rule(fmt: BlockFormat, kind: str) -> tuple[Any, ...]:
         reach,
         _flag(fmt.rounding != "rtz"),
         _flag(fmt.rounding == "rne"),
-        _flag(narrow),
+        {"bfloat16": 1, "float16": (1,)}.get(kind),
     )
 
 

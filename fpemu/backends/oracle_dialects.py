@@ -307,10 +307,12 @@ def reference(fmt: Format, a: int, call: Call) -> int:
 
 
 def zero_added(fmt: Format, a: int, call: Call) -> int:
-    """compressed-tensors adds a zero point: -0 becomes 0. NaN: in FP4 a zero with its sign, FP8 as
-    `torch_cast`; see `_zero_added_nan`."""
+    """compressed-tensors adds a zero point: -0 becomes 0. NaN: in FP4 a zero with its sign, in FP6
+    what a search past the end of its table gives, -0; FP8 as `torch_cast`; see `_zero_added_nan`."""
     if is_nan(a) and fmt.bits == 4:
         return o.grid(fmt).sign if sign(a) else 0
+    if is_nan(a) and fmt.bits == 6:
+        return o.grid(fmt).sign
     if is_zero(a):
         return 0
     return torch_cast(fmt, a, call)

@@ -19,6 +19,7 @@ from fpemu.dialects import (
     dialect_of,
     element_nan,
     floor_log2,
+    in_kind,
     to_bfloat16,
     zero_sign,
 )
@@ -93,6 +94,9 @@ def _scaled(
     if nan.signed:
         bits = ops.bits(value) & 0x7FFFFFFF
         value = ops.from_bits(torch.where(negative, bits | _SIGN, bits))
+    if nan.inf is not None:
+        finite = _f32(ops, x, nan.inf)
+        p = torch.where(p.abs() == _INF, torch.where(p > 0, finite, -finite), p)
     return torch.where(p == p, p, value)
 
 
@@ -166,7 +170,7 @@ def _microxcaling(ops: Ops, fmt: BlockFormat, rounding: str, x: Tensor, operand:
     """Elements by a private exponent; see `dialect_loops.microxcaling`."""
     element = fmt.element
     y = x / operand
-    a = torch.where(y == y, y.abs(), _f32(ops, x, 0.0))
+    a = in_kind(ops, torch.where(y == y, y.abs(), _f32(ops, x, 0.0)))
     man = element.man_bits - element.is_integer
     exponent = torch.zeros_like(a, dtype=torch.int32)
     if not element.is_integer:
@@ -178,11 +182,8 @@ def _microxcaling(ops: Ops, fmt: BlockFormat, rounding: str, x: Tensor, operand:
     if rounding == "rtz":
         r = v.floor()
     else:
-        narrow = ops.kind == "bfloat16"
         half = _f32(ops, x, 0.5)
-        near, rest = v + half, v - half
-        if narrow:
-            near, rest = to_bfloat16(ops, near), to_bfloat16(ops, rest)
+        near, rest = in_kind(ops, v + half), in_kind(ops, v - half)
         r = near.floor()
         if rounding == "rne":
             pair = rest * half

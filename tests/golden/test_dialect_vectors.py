@@ -119,7 +119,8 @@ def differing(record: dict[str, Any], fmt: str, backend: str) -> str:
         want = record["dequant"]
         if fmt.startswith("mxint8"):  # an integer has no -0
             want = ["00000000" if h == "80000000" else h for h in want]
-        return _differing_values(fpemu.decode(got, dtype="float32"), want, "values")
+        values = as_numpy(fpemu.decode(got, dtype="float32"))
+        return _differing_values(values, want, "values")
     return ""
 
 

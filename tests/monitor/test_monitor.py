@@ -551,3 +551,13 @@ def test_two_processes(tmp_path: Path, ranks: str) -> None:
         # DDP has averaged the gradients by the time the step ends.
         same = [run.records[0, "0", "weight gradient"]["amax"] for run in runs]
         assert same[0] == same[1] > 0
+
+
+def test_converted_layers_are_watched(tmp_path: Path) -> None:
+    from fpemu.nn import convert
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
+    convert(model, "mxfp8", verbose=False)
+    run = record(model, tmp_path / "run.jsonl", steps=2)
+    assert run.layers == ["0", "2"]
+    assert not any("absent" in r for r in run.records.values())

@@ -148,6 +148,13 @@ def test_sums_do_not_depend_on_threads() -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_huge_values_overflow_quietly() -> None:
+    rows = [fpemu.get_format("mxfp8_e4m3")]
+    huge = summarize(np.full((2, 32), 1e300) * np.array([[1], [-1]]), rows)
+    found = huge.pool(summarize(np.full((1, 32), 1.7e308), rows)).to_dict()
+    assert found["amax"] == 1.7e308 and found["kurtosis"] is None and found["rms"] is None
+
+
 def test_what_a_format_cannot_hold_is_said() -> None:
     x = np.array([[1, np.nan]], np.float32)
     found = summarize(x, [fpemu.get_format("int8_tensor"), fpemu.get_format("nvfp4")])
