@@ -140,18 +140,19 @@ def frame(axes: Axes, rows: Rows) -> None:
 
 # Smaller scales ----------------------------------------------------------------------------------
 
-#: Colours of Okabe and Ito, yellow left out; with the dashes, no two lines look alike in grey.
+#: Colours of Okabe and Ito, yellow left out; marker and dash tell lines apart in grey.
 HUES = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 MARKERS = "os^vDPX"
 
 
 def look(index: int) -> dict[str, Any]:
-    dash = DASHES[(index + index // len(HUES)) % len(DASHES)]
+    """Seven colours and markers go together; the next seven have another dash."""
+    cycle, place = divmod(index, len(HUES))
     return {
-        "color": HUES[index % len(HUES)],
-        "linestyle": dash,
-        "marker": MARKERS[index % len(MARKERS)],
+        "color": HUES[place],
+        "linestyle": DASHES[cycle % len(DASHES)],
+        "marker": MARKERS[(place + 2 * cycle) % len(MARKERS)],
         "markevery": (index % 5, 5),
     }
 
@@ -214,7 +215,7 @@ def scale(record: dict[str, Any]) -> Figure:
         for column, kind in enumerate(kinds):
             for axes in (top[column], bottom[column]):
                 axes.set_xlim(exponents[0] + 2, exponents[-1] - 2)
-                axes.set_xticks([e for e in range(0, exponents[-1] - 1, -32)])
+                axes.set_xticks(range(0, exponents[-1] - 1, -32))
                 style.power_of_two_axis(axes.xaxis)
                 amax = next(r["amax"] for r in rows if r["kind"] == kind)
                 axes.axvline(
@@ -333,7 +334,7 @@ def sqnr(record: dict[str, Any]) -> Figure:
                 for chosen, inner in ((worse, shade), (~worse, "white")):
                     axes.plot(
                         x[chosen], places[chosen], marker, color=shade, markerfacecolor=inner,
-                        markersize=2.6, markeredgewidth=0.6, clip_on=False,
+                        markersize=2.6, markeredgewidth=0.6,
                     )  # fmt: skip
                 if family == families[0] and axes is panels[0]:
                     axes.plot([], [], marker, color=shade, markersize=2.6, label=TITLES[kind])
@@ -344,6 +345,10 @@ def sqnr(record: dict[str, Any]) -> Figure:
         panels[1].set_title(f"{family}: against the plain format")
     grid[-1][0].set_xlabel("SQNR lost, dB")
     grid[-1][1].set_xlabel("SQNR change, dB (filled: lost; open: gained)")
+    figure.supxlabel(
+        f"bfloat16. 0: none, or below {lowest['lost_db']:.0e} (left), {lowest['change_db']:.0e} dB",
+        fontsize=6.5,
+    )
     figure.legend(loc="outside upper center", ncols=len(kinds), frameon=False, fontsize=6.5)
     return figure
 

@@ -14,15 +14,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fpemu.backends.threads import get_num_threads, set_num_threads
-    from fpemu.cvt import cvt_rs
     from fpemu.comparison import compare
+    from fpemu.cvt import cvt_rs
     from fpemu.encoded import Encoded
     from fpemu.errors import BackendError, FileFormatError, FpemuError
     from fpemu.formats import BlockFormat, Format, get_format, list_formats
     from fpemu.gemm import matmul
+    from fpemu.identification import identify
     from fpemu.labels import evidence
     from fpemu.monitor import Monitor
-    from fpemu.identification import identify
     from fpemu.ops import decode, encode, quantize
     from fpemu.rotation import hadamard
     from fpemu.statistics import Stats, stats

@@ -290,9 +290,7 @@ def _explain(
     inside = np.argwhere(different[index])
     element = None
     if len(inside):
-        element = tuple(
-            int(s.start + k) for s, k in zip(index, inside[0], strict=True)
-        )
+        element = tuple(int(s.start + k) for s, k in zip(index, inside[0], strict=True))
     steps, scales, codes = [], [], []
     for side in sides:
         steps.append(tuple(trace(side.request, side.fmt, index, element)))
@@ -478,4 +476,3 @@ def _share(share: float | None) -> str:
 
 
 __all__ = ["Comparison", "Explained", "Step", "compare"]
-

@@ -189,9 +189,7 @@ def _rows(fmt: BlockFormat, candidates: Iterable[str | BlockFormat] | None) -> l
     return rows
 
 
-def _match(
-    x: Any, row: BlockFormat, encoded: Encoded, theirs: _Bits, amax: float | None
-) -> Match:
+def _match(x: Any, row: BlockFormat, encoded: Encoded, theirs: _Bits, amax: float | None) -> Match:
     try:
         own = encode(x, row, axis=encoded.axis, amax=amax)
     except BackendError:
@@ -246,8 +244,10 @@ def _amaxes(
     wanted = float(np.float32(_numpy(encoded.tensor_scale)))
     scaled = [row for row in rows if row.tensor_scaled]
     own = _largest(x)
-    if not np.isfinite(wanted) or wanted <= 0 or any(
-        _close(_multiplies(row, own), wanted) for row in scaled
+    if (
+        not np.isfinite(wanted)
+        or wanted <= 0
+        or any(_close(_multiplies(row, own), wanted) for row in scaled)
     ):
         return [None] * len(rows)
     return [_amax_behind(row, wanted) if row.tensor_scaled else None for row in rows]

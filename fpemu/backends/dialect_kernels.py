@@ -116,6 +116,21 @@ def narrow16(typingctx, src, si, dst, di):  # type: ignore[no-untyped-def]
     return types.void(src, si, dst, di), codegen
 
 
+@intrinsic
+def round16(typingctx, src, si, dst, di):  # type: ignore[no-untyped-def]
+    """Sixteen float32 values on bfloat16's grid, to nearest even; NaN stays."""
+
+    def codegen(context, b, signature, values):  # type: ignore[no-untyped-def]
+        kinds = signature.args
+        x = _load(context, b, kinds[0], values[0], values[1]).bits()
+        near = _bfloat16_bits(x) << 16
+        y = ((x & MAG) > INF).where(x, near)
+        _store(context, b, kinds[2], values[2], values[3], y.floats())
+        return context.get_dummy_value()
+
+    return types.void(src, si, dst, di), codegen
+
+
 def _float16(a: Vec) -> Vec:
     """Non-negative floats below 2^16 on float16's grid, to nearest even."""
     bits = a.bits()

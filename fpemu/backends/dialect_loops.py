@@ -15,6 +15,7 @@ from fpemu.backends.dialect_kernels import (
     narrow16,
     over16,
     quiet16,
+    round16,
     sums16,
     times16,
     widen16,
@@ -53,7 +54,10 @@ def widen_bfloat16(src, out):
 @jit
 def round_bfloat16(src, out):
     """float32 values on bfloat16's grid, to nearest even; NaN stays."""
-    for i in range(len(src)):
+    whole = len(src) // RUN * RUN
+    for i in range(0, whole, RUN):
+        round16(src, i, out, i)
+    for i in range(whole, len(src)):
         x = src[i]
         out[i] = _bfloat16(x) if x == x else x
 
@@ -332,17 +336,10 @@ def mx_lookup(amax, table, stored, multiplier, factor):
 
 
 @jit
-def no_negative_zero(values):
-    """-0 becomes +0, in place."""
-    nought = np.float32(0)
-    for i in range(len(values)):
-        values[i] = values[i] + nought
-
-
-@jit
-def no_negative_zero_codes(codes, minus):
-    for i in range(len(codes)):
-        codes[i] = 0 if codes[i] == minus else codes[i]
+def no_negative_zero(out, minus):
+    """-0 becomes +0, in values (`minus` is a float) or codes, in place."""
+    for i in range(len(out)):
+        out[i] = 0 if out[i] == minus else out[i]
 
 
 @jit
@@ -354,8 +351,8 @@ def narrow_bfloat16(src, out):
 
 @jit
 def cast_blocks(
-    src, operand, size, out, params, safe_params, careful, how, zero, wraps, nan, own, words,
-    nan_code, bit, factor, order,
+    src, operand, size, out, params, safe_params, careful, narrow, how, zero, wraps, nan, own, words,
+    nan_code, bit, minus, factor, order,
 ):  # fmt: skip
     """Scale and cast blocks of `size` elements: codes, or values of the element format.
 
@@ -372,6 +369,10 @@ def cast_blocks(
         by, x = operand[first:last], src[first * size : last * size]
         p, target = scratch[: len(x)], out[first * size : last * size]
         left = False
+        if narrow:
+            for i in range(0, len(x), RUN):
+                round16(x, i, p, i)
+            x = p
         if own is not None:
             microxcaling(x, by, size, own[0], own[1], own[2], own[3], own[4], p)
         else:
@@ -389,6 +390,8 @@ def cast_blocks(
             cast_flat(p, target, 0, len(p), safe_params, None, None, None)
         else:
             cast_flat(p, target, 0, len(p), params, None, None, None)
+        if minus is not None:
+            no_negative_zero(target, minus)
         if left and bit:
             negative_nan_codes(p, target, nan_code, bit)
         if order is not None:

@@ -78,7 +78,7 @@ class Rule(NamedTuple):
     own: tuple[Any, ...] | None
     nan_code: int
     bit: int
-    minus: int | None  # the code of -0, where no result may have it
+    minus: float | None  # -0 as a code or value, where no result may have it
 
 
 @lru_cache(maxsize=512)
@@ -107,7 +107,7 @@ def _rule(
         own,
         element.nan_code or 0,
         element.sign_bit if element.has_nan and not values else 0,
-        element.sign_bit if zero == "never" else None,
+        None if zero != "never" else np.float32(0) if values else element.sign_bit,
     )  # fmt: skip
 
 
@@ -255,7 +255,7 @@ class Call:
         self.amax = np.zeros_like(self.true_amax) if skip else self.true_amax
 
         def piece(k: int, index: tuple[slice, ...]) -> None:
-            runs, part = self.runs(index, False), slice(*self.first[k : k + 2])
+            runs, part = self.runs(index), slice(*self.first[k : k + 2])
             self._block_amaxes(runs, self.true_amax[part], self.amax[part])
 
         self.run(piece)
@@ -321,8 +321,8 @@ class Call:
 
     # Elements ------------------------------------------------------------------------------------
 
-    def runs(self, index: tuple[slice, ...], rounded: bool = True) -> np.ndarray:
-        """A piece of x as float32, flat; `rounded` to bfloat16 where the kernel knows no other."""
+    def runs(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A piece of x as float32, flat."""
         part, kind = self.request.x[index], self.request.kind
         if kind == "bfloat16":
             bits = np.ascontiguousarray(to_runs(part, self.steps)).reshape(-1)
@@ -332,11 +332,7 @@ class Call:
         if kind not in NARROW_KINDS:
             with np.errstate(over="ignore"):
                 part = part.astype(np.float32)
-        values = np.ascontiguousarray(to_runs(part, self.steps), np.float32).reshape(-1)
-        if rounded and self.rule.dialect.narrow:
-            source, values = values, np.empty_like(values)
-            dialect_loops.round_bfloat16(source, values)
-        return values
+        return np.ascontiguousarray(to_runs(part, self.steps), np.float32).reshape(-1)
 
     def words(self, index: tuple[slice, ...]) -> np.ndarray | None:
         request = self.request
@@ -368,15 +364,11 @@ class Call:
         else:
             careful = dialect_loops.needs_care(true_amax, operand, rule.how, wraps)
         dialect_loops.cast_blocks(
-            runs, operand, self.size, flat, rule.params, rule.safe_params, careful, rule.how,
-            rule.zero, wraps, rule.nan, rule.own, self.words(index), rule.nan_code, rule.bit,
+            runs, operand, self.size, flat, rule.params, rule.safe_params, careful,
+            rule.dialect.narrow, rule.how, rule.zero, wraps, rule.nan, rule.own,
+            self.words(index), rule.nan_code, rule.bit, rule.minus,
             None if order is None else blocks.factor, order,
         )  # fmt: skip
-        if rule.minus is not None:
-            if flat.dtype == np.float32:
-                dialect_loops.no_negative_zero(flat)
-            else:
-                dialect_loops.no_negative_zero_codes(flat, rule.minus)
         if not direct:
             from_runs(flat, self.steps, out)
         return blocks
@@ -463,6 +455,9 @@ def within(request: Request) -> np.ndarray:
     def piece(k: int, index: tuple[slice, ...]) -> None:
         runs, _, blocks = call.scaled(k, index)
         p = np.empty_like(runs)
+        if rule.dialect.narrow:
+            dialect_loops.round_bfloat16(runs, p)
+            runs = p
         dialect_loops.scaled(runs, blocks.operand, call.size, rule.how, rule.zero, p)
         ok = np.abs(p) <= top
         ok &= np.repeat(blocks.scale == blocks.scale, call.size)

@@ -107,7 +107,11 @@ def test_layouts(name: str, backend: str) -> None:
     assert_same_bits(base[1], whole[1])
     cube = x.reshape(37, 3, 30)
     flat = outputs(np.ascontiguousarray(cube.transpose(1, 2, 0)), name, backend)
-    same([np.moveaxis(a, -1, 0) if a.ndim else a for a in flat], outputs(cube, name, backend, axis=0), "3-D")
+    same(
+        [np.moveaxis(a, -1, 0) if a.ndim else a for a in flat],
+        outputs(cube, name, backend, axis=0),
+        "3-D",
+    )
     for empty in (np.zeros((0, 32), np.float32), np.zeros((3, 0), np.float32)):
         assert fpemu.encode(give(backend, empty), name).codes.shape == empty.shape
     point = outputs(np.float32(2.5), name, backend)
