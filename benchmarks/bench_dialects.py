@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,12 @@ def main() -> None:
     print(f"{'dialect':<36}{'quantize':>10}{'encode':>10}{'goal':>8}")
     missed = 0
     for name in names:
-        goal = GOAL if dialect_of(TABLE[name]).four is None else GOAL_OF_TWO
-        quantize = ratio(
-            lambda name=name: fpemu.quantize(x, name, out=out),
-            lambda: fpemu.quantize(x, "nvfp4", out=out),
-            rounds,
-        )
-        encode = ratio(
-            lambda name=name: fpemu.encode(x, name), lambda: fpemu.encode(x, "nvfp4"), rounds
-        )
+        dialect = dialect_of(TABLE[name])
+        goal = GOAL if dialect is None or dialect.four is None else GOAL_OF_TWO
+        fill = partial(fpemu.quantize, x, out=out)
+        quantize = ratio(partial(fill, fmt=name), partial(fill, fmt="nvfp4"), rounds)
+        code = partial(fpemu.encode, x)
+        encode = ratio(partial(code, fmt=name), partial(code, fmt="nvfp4"), rounds)
         late = max(quantize, encode) > goal
         missed += late
         print(f"{name:<36}{quantize:>10.2f}{encode:>10.2f}{goal:>8.0f}{'  missed' if late else ''}")

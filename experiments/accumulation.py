@@ -160,7 +160,7 @@ def cast(x: np.ndarray, fmt: str, axis: int) -> Operand:
     if isinstance(fpemu.get_format(fmt), fpemu.BlockFormat):
         encoded = fpemu.encode(x, fmt, axis=axis)
         left_out = 1.0 if encoded.tensor_scale is None else float(encoded.tensor_scale)
-        encoded = replace(encoded, tensor_scale=None)
+        encoded = replace(encoded, global_scale=None)
         return Operand(encoded, encoded.decode(np.float64), 1 / left_out)
     factor = full_range_factor(x)
     values = fpemu.quantize(x * np.float32(factor), fmt)

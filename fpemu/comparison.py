@@ -182,15 +182,17 @@ def compare(
       scale  0x6b = 88                       scale  0x6a = 80
       codes  7f00000000000000                codes  7f00000000000000
     """
-    rows = tuple(get_format(fmt, "compare") for fmt in (fmt_a, fmt_b))
-    for row in rows:
+    rows: list[BlockFormat] = []
+    for fmt in (fmt_a, fmt_b):
+        row = get_format(fmt, "compare")
         if not isinstance(row, BlockFormat):
             raise TypeError(
                 f"compare: {row.name!r} is an element format; block formats are compared, such as"
                 " 'nvfp4'. For element formats compare fpemu.encode(x, fmt).codes."
             )
+        rows.append(row)
     a, b = rows
-    amaxes = [amax if row.tensor_scaled else None for row in rows]  # type: ignore[union-attr]
+    amaxes = [amax if row.tensor_scaled else None for row in rows]
     quality = tuple(
         stats(x, row, axis=axis, amax=g, backend=backend).sqnr_db
         for row, g in zip(rows, amaxes, strict=True)
@@ -199,10 +201,7 @@ def compare(
     if not alike(a, b):
         note = "Bits are not compared: element, scale format or block differ."
         return Comparison(names, 0, None, None, None, quality, (), note)  # type: ignore[arg-type]
-    sides = [
-        _Side(x, row, axis, g, backend)
-        for row, g in zip(rows, amaxes, strict=True)  # type: ignore[arg-type]
-    ]
+    sides = [_Side(x, row, axis, g, backend) for row, g in zip(rows, amaxes, strict=True)]
     return _compared(sides, names, quality, examples)  # type: ignore[arg-type]
 
 

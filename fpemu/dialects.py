@@ -674,6 +674,7 @@ class Decode(NamedTuple):
 
     factor: Callable[[Ops, Array, Array], Array] | None
     multiplies: Callable[[Ops, Array], Array] = _itself
+    stores: Callable[[Ops, Array], Array] = _itself  # the way back, to one rounding
     amax: bool = False
     divisor: float | None = None
     plus_zero: bool = False
@@ -688,12 +689,22 @@ def _over(top: float) -> Callable[[Ops, Array], Array]:
     return lambda ops, g: g / ops.f32(g, top)
 
 
+def _times(top: float) -> Callable[[Ops, Array], Array]:
+    return lambda ops, t: t * ops.f32(t, top)
+
+
+def _inverse(ops: Ops, number: Array) -> Array:
+    return ops.f32(number, 1.0) / number
+
+
 def _te_decode(top: float) -> Decode:
-    return Decode(lambda ops, s, g: (s * g) * (ops.f32(g, 1.0) / ops.f32(g, top)), _over(top))
+    return Decode(
+        lambda ops, s, g: (s * g) * (ops.f32(g, 1.0) / ops.f32(g, top)), _over(top), _times(top)
+    )
 
 
 def _fouroversix_decode(top: float) -> Decode:
-    return Decode(lambda ops, s, g: s, _over(top), amax=True, divisor=top)
+    return Decode(lambda ops, s, g: s, _over(top), _times(top), amax=True, divisor=top)
 
 
 def _or_eps(ops: Ops, s: Array, g: Array) -> Array:
@@ -714,8 +725,8 @@ DECODE: dict[str, Decode] = {
     "scale-first": Decode(lambda ops, s, t: s * t),
     "scale-first+0": Decode(lambda ops, s, t: s * t, plus_zero=True),
     "shifted": Decode(_shifted),
-    "divided-or-eps": Decode(_or_eps, lambda ops, g: ops.f32(g, 1.0) / g),
-    "divided": Decode(lambda ops, s, g: s / g, lambda ops, g: ops.f32(g, 1.0) / g),
+    "divided-or-eps": Decode(_or_eps, _inverse, _inverse),
+    "divided": Decode(lambda ops, s, g: s / g, _inverse, _inverse),
     "te": _te_decode(_top(448.0)),
     "te-256": _te_decode(_top(256.0)),
     "fouroversix": _fouroversix_decode(6.0 * 448.0),

@@ -17,7 +17,7 @@ from fpemu import packing
 from fpemu.backends import Parts, element_format, scales_dtype, scales_shape
 from fpemu.dialects import DECODE
 from fpemu.errors import FileFormatError
-from fpemu.formats import TABLE, BlockFormat, Format
+from fpemu.formats import TABLE, BlockFormat, Format, get_format
 from fpemu.scaling import NUMPY
 
 #: What `Encoded.save` writes as the file's layout; raised when the layout changes.
@@ -39,7 +39,7 @@ class TorchParts(NamedTuple):
     tensor_scale: Any
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, init=False)
 class Encoded:
     """An array in a format.
 
@@ -57,6 +57,9 @@ class Encoded:
         Non-negative axis along which blocks lie.
     dtype : dtype
         Of the source array; `decode` returns it (float32 where the source was integer).
+
+    Made from parts with ``Encoded(codes, scales, tensor_scale, format, axis, dtype)``, or with
+    ``global_scale=`` in place of `tensor_scale` for the number as stored.
     """
 
     codes: Any
@@ -65,6 +68,33 @@ class Encoded:
     format: Format | BlockFormat
     axis: int
     dtype: Any
+
+    def __init__(
+        self,
+        codes: Any,
+        scales: Any,
+        tensor_scale: Any = None,
+        format: str | Format | BlockFormat = "nvfp4",
+        axis: int = -1,
+        dtype: Any = np.dtype(np.float32),  # noqa: B008 (a constant)
+        *,
+        global_scale: Any = None,
+    ) -> None:
+        self.codes, self.scales = codes, scales
+        self.format = get_format(format, "Encoded")
+        self.axis = axis % max(len(codes.shape), 1)
+        self.dtype = dtype
+        self.global_scale = global_scale
+        if tensor_scale is not None:
+            self.global_scale = self._stored(tensor_scale)
+
+    def _stored(self, tensor_scale: Any) -> Any:
+        """The number that the format's library stores for a factor that multiplies."""
+        if not isinstance(self.format, BlockFormat) or DECODE[self.format.decode].stores_factor:
+            return tensor_scale
+        with np.errstate(all="ignore"):
+            number = DECODE[self.format.decode].stores(NUMPY, np.asarray(_numpy(tensor_scale)))
+        return _like(np.asarray(number, np.float32), tensor_scale)
 
     @property
     def tensor_scale(self) -> Any:
@@ -289,12 +319,20 @@ class Encoded:
                 raise broken(f"has dtype {dtype!r}")
             host = (codes, scales, tensor_scale)
             tensors_ = Parts(*(None if p is None else torch.from_numpy(p) for p in host))
-            return cls(tensors_.codes, tensors_.scales, tensors_.tensor_scale, fmt, axis, found)
+            return cls(
+                tensors_.codes,
+                tensors_.scales,
+                None,
+                fmt,
+                axis,
+                found,
+                global_scale=tensors_.tensor_scale,
+            )
         try:
             kind = _numpy_named(dtype)
         except TypeError as error:
             raise broken(f"has dtype {dtype!r}") from error
-        return cls(codes, scales, tensor_scale, fmt, axis, kind)
+        return cls(codes, scales, None, fmt, axis, kind, global_scale=tensor_scale)
 
 
 def _global_name(fmt: Format | BlockFormat) -> str:

@@ -177,7 +177,8 @@ def encode(
         "encode", x, fmt, rounding, overflow, axis, amax, seed, stream, offset, sr_bits, random_bits
     )
     parts = box.encoded(request, backend)
-    return Encoded(*parts, request.fmt, request.axis, box.dtype)
+    codes, scales, number = parts
+    return Encoded(codes, scales, None, request.fmt, request.axis, box.dtype, global_scale=number)
 
 
 def decode(encoded: Encoded, dtype: Any = None) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fpemu import ops
-from fpemu.backends import FLOAT_KINDS, Parts, element_format
+from fpemu.backends import FLOAT_KINDS, Parts, Request, element_format
 from fpemu.encoded import Encoded
 from fpemu.formats import BlockFormat, Format, get_format
 from fpemu.rng import philox
@@ -205,10 +205,14 @@ def encode_rotated(
         if not call.on_host:
             from_numpy = sys.modules["torch"].from_numpy
             parts = Parts(*(None if p is None else from_numpy(p) for p in parts))
-        return Encoded(*parts, call.request.fmt, call.request.axis, call.box.dtype)
+        return _encoded(parts, call.request, call.box)
     request, box = call.rotated()
-    parts = box.encoded(request, None)
-    return Encoded(*parts, request.fmt, request.axis, box.dtype)
+    return _encoded(box.encoded(request, None), request, box)
+
+
+def _encoded(parts: Parts, request: Request, box: Any) -> Encoded:
+    codes, scales, number = parts
+    return Encoded(codes, scales, None, request.fmt, request.axis, box.dtype, global_scale=number)
 
 
 def rotated_amax(x: Any, *, size: int = 16, signs: Any = None, axis: int = -1) -> float:

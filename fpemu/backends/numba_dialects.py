@@ -33,6 +33,7 @@ from fpemu.formats import E4M3, E8M0, BlockFormat, Format
 from fpemu.scaling import NUMPY, Array, Ops, Scales, TensorScale, decode_mag, encode_rne
 
 PIECE = 1 << 18  # elements: the larger, the less threads wait for each other's Python
+_NO_BITS = np.empty(0, np.uint32)
 SHARE = 1 << 16  # blocks whose scales a thread works out at a time
 _ZERO = {
     "keep": dialect_loops.ZERO_KEEP,
@@ -227,7 +228,9 @@ class Call:
         counts = [_block_count(cut, self.steps) for cut in self.cuts]
         self.first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.table = mx_table(fmt, request.kind)
-        self.amax = self.six = self.four = None
+        self.amax, self.true_amax = _NO_BITS, _NO_BITS
+        self.six: Blocks | None = None
+        self.four: Blocks | None = None
         amax = np.float32(1)
         if self.table is None:
             amax = self._reduce()
@@ -276,7 +279,6 @@ class Call:
 
     def _scales(self, block: Any) -> Blocks:
         ops, order = self.rule.ops, DECODE[self.fmt.decode]
-        assert self.amax is not None
         all_blocks, amax = _no_blocks(self.amax.size), self.amax.view(np.float32)
 
         def some(first: int, last: int) -> None:

@@ -184,11 +184,13 @@ class Entry:
         codes = torch.movedim(torch.from_numpy(self.codes()), -1, axis)
         scales = self.scales()
         if granularity(self.format) == "tensor":
-            return Encoded(codes, None, torch.from_numpy(scales), self.format, axis, dtype)
+            return Encoded(
+                codes, None, None, self.format, axis, dtype, global_scale=torch.from_numpy(scales)
+            )
         number = self.global_scale
         kept = None if number is None else torch.from_numpy(np.asarray(number))
         moved = torch.movedim(torch.from_numpy(scales), -1, axis)
-        return Encoded(codes, moved, kept, self.format, axis, dtype)
+        return Encoded(codes, moved, None, self.format, axis, dtype, global_scale=kept)
 
     def values(self, dtype: Any = None) -> Any:
         """Values as a torch tensor in the plain weight's shape.

@@ -530,7 +530,7 @@ for _name, _real, _fake in (
 
 
 class LinearFunction(torch.autograd.Function):
-    """Y of (X, W, bias); the gradient passes straight through every quantization."""
+    """Y of (X, W, bias), all matrices; the gradient passes straight through every quantization."""
 
     @staticmethod
     def forward(
@@ -538,13 +538,13 @@ class LinearFunction(torch.autograd.Function):
         saves: bool, shares: bool, dtype: torch.dtype, seed: int | None, stream: int,
     ) -> Tensor:  # fmt: skip
         y, xq, ticket = torch.ops.fpemu.fprop(
-            x.reshape(-1, w.shape[1]), w, bias, key, counts, frozen, saves, dtype, seed, stream
+            x, w, bias, key, counts, frozen, saves, dtype, seed, stream
         )
         # For wgrad: the cast of X where it will do, else X itself.
         ctx.save_for_backward(xq if shares or not saves else x, w, ticket)
-        ctx.key, ctx.shares, ctx.shape, ctx.dtype = key, shares, x.shape, x.dtype
+        ctx.key, ctx.shares, ctx.dtype = key, shares, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(*x.shape[:-1], w.shape[0])
+        return y
 
     @staticmethod
     @once_differentiable
@@ -552,11 +552,10 @@ class LinearFunction(torch.autograd.Function):
         x, w, ticket = ctx.saved_tensors
         needs = [bool(n) for n in ctx.needs_input_grad[:3]]
         dx, dw, db = torch.ops.fpemu.bprop(
-            dy.reshape(-1, w.shape[0]), x.reshape(-1, w.shape[1]), w, ticket, ctx.key, ctx.shares,
-            needs, ctx.dtype,
-        )  # fmt: skip
+            dy, x, w, ticket, ctx.key, ctx.shares, needs, ctx.dtype
+        )
         return (
-            dx.view(ctx.shape) if needs[0] else None,
+            dx if needs[0] else None,
             dw if needs[1] else None,
             db.to(ctx.bias_dtype) if needs[2] else None,
             *(None,) * 8,
@@ -578,9 +577,13 @@ def apply(
     frozen = recording and not (learns or x.requires_grad)
     saves = recording and w.requires_grad
     shares = core.plan.shares_x and core.plan.unit is None
-    return LinearFunction.apply(
-        x, w, bias, core.key, training, frozen, saves, shares, x.dtype, seed, stream
-    )
+    # Shapes change out here, where autograd sees it: what a Function returns as a view of its own
+    # must not be written in place.
+    y = LinearFunction.apply(
+        x.reshape(-1, w.shape[1]), w, bias, core.key, training, frozen, saves, shares, x.dtype,
+        seed, stream,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], w.shape[0]) if x.dim() != 2 else y
 
 
 # The two forms -----------------------------------------------------------------------------------

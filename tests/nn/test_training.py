@@ -474,3 +474,12 @@ def test_float32_masters_have_nothing_to_round() -> None:
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(ValueError, match="keeps float32 master weights"):
         round_weights(sgd, "bf16")
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    """As that of nn.Linear may; with more than two dimensions it is a view of a matrix."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 16))
+    fpemu.nn.convert(model, "mxfp8", verbose=False)
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
