@@ -108,7 +108,7 @@ QUICK = Budget(
 )
 DEFAULT = Budget(
     model.Shape(width=128, layers=3, heads=4, context=128),
-    model.Training(steps=400, batch=16, rate=1e-3, warmup=20),
+    model.Training(steps=200, batch=8, rate=1e-3, warmup=20),
     seeds=6,
     held_out=1 << 16,
 )
