@@ -485,9 +485,9 @@ def decode_piece(
     with np.errstate(all="ignore"):
         by = np.ascontiguousarray(factor(NUMPY, scale, number))
     dialect_loops.decoded(values, by, values.size // by.size, *order)
-    shaped = np.empty(out.shape, np.float32)
+    shaped = np.empty(codes.shape, np.float32)
     from_runs(values, steps, shaped)
-    narrow(shaped, out)
+    narrow(shaped, out[index])
 
 
 # Values ------------------------------------------------------------------------------------------

@@ -167,6 +167,8 @@ def test_large_arrays_go_through_many_pieces() -> None:
         part = fpemu.encode(x[1:2, (1 << 18) - 4096 :][:, :8192], name, **amax)
         at = slice((1 << 18) - 4096, (1 << 18) + 4096)
         assert_same_bits(part.codes, whole.codes[1:2, at])
+        assert_same_bits(whole.decode(), fpemu.quantize(x, name))
+        assert_same_bits(part.decode(), whole.decode()[1:2, at])
 
 
 def test_straight_through_gradient() -> None:
