@@ -345,8 +345,13 @@ def no_negative_zero(out, minus):
 @jit
 def narrow_bfloat16(src, out):
     """bfloat16 bits (uint16) of float32, to nearest even, NaN canonical."""
-    for i in range(0, len(src), RUN):
+    whole = len(src) // RUN * RUN
+    for i in range(0, whole, RUN):
         narrow16(src, i, out, i)
+    for i in range(whole, len(src)):
+        x = src[i]
+        bits = np.uint32(bits_of_f32(_bfloat16(x)) >> np.uint32(16))
+        out[i] = np.uint16(bits) if x == x else np.uint16(0x7FC0)
 
 
 @jit

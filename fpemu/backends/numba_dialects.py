@@ -524,15 +524,15 @@ def _exact(
 
 def narrow(values: np.ndarray, out: np.ndarray) -> None:
     """float32 values into an output of any float dtype (uint16: bfloat16 bits), rounded once."""
-    if out.dtype == np.uint16:
-        padded = np.zeros(ceil(values.size / RUN) * RUN, np.float32)
-        padded[: values.size] = values.reshape(-1)
-        bits = np.empty(padded.size, np.uint16)
-        dialect_loops.narrow_bfloat16(padded, bits)
-        out[...] = bits[: values.size].reshape(out.shape)
-    else:
+    if out.dtype != np.uint16:
         with np.errstate(all="ignore"):
             out[...] = values
+    elif out.flags.c_contiguous:
+        dialect_loops.narrow_bfloat16(values.reshape(-1), out.reshape(-1))
+    else:
+        bits = np.empty(out.shape, np.uint16)
+        dialect_loops.narrow_bfloat16(values.reshape(-1), bits.reshape(-1))
+        out[...] = bits
 
 
 # Layout ------------------------------------------------------------------------------------------
