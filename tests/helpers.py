@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from fpemu import formats
-from fpemu.dialects import dialect_of
 from fpemu.backends import Request
+from fpemu.dialects import dialect_of
 from fpemu.formats import BlockFormat, Format
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

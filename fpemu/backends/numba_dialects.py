@@ -79,7 +79,7 @@ class Rule(NamedTuple):
     own: tuple[Any, ...] | None
     nan_code: int
     bit: int
-    minus: float | None  # -0 as a code or value, where no result may have it
+    minus: Any  # -0 as a code or value, where no result may have it
 
 
 @lru_cache(maxsize=512)

@@ -551,9 +551,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w, ticket = ctx.saved_tensors
         needs = [bool(n) for n in ctx.needs_input_grad[:3]]
-        dx, dw, db = torch.ops.fpemu.bprop(
-            dy, x, w, ticket, ctx.key, ctx.shares, needs, ctx.dtype
-        )
+        dx, dw, db = torch.ops.fpemu.bprop(dy, x, w, ticket, ctx.key, ctx.shares, needs, ctx.dtype)
         return (
             dx if needs[0] else None,
             dw if needs[1] else None,
