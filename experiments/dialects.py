@@ -69,6 +69,7 @@ INSTALL = f"python -m pip install --no-deps {PACKAGE}=={VERSION}"
 CONFIDENCE = 0.95
 TOLERANCE = 6.0  # dB, of "holds": one bit
 MEASURES = ("scale", "codes", "bits", "values")
+SHOWN = ("bits", "values")  # as shares with intervals
 DEFINITIONS = {
     "scale": "blocks whose scale bytes differ (a NaN scale of either sign is one byte)",
     "codes": "blocks with any different code; +0 and -0 are two codes",
@@ -99,19 +100,26 @@ class Budget:
     training: model.Training
     most: int  # elements of a tensor: rows evenly over all of them
     swept: int  # elements of the two tensors of (b)
-    every: int  # step of k in (b)
+    every: int  # step of k in (b); half of it from `FINE` on
     weights: int | None = None  # pretrained matrices, evenly over all of them
 
 
 DEFAULT = Budget(
     model.Shape(width=256, layers=2), model.Training(steps=60, warmup=10),
-    most=1 << 20, swept=1 << 17, every=2,
+    most=1 << 20, swept=1 << 17, every=4,
 )  # fmt: skip
 QUICK = Budget(
     model.Shape(width=128, layers=1), model.Training(steps=20, warmup=5),
-    most=1 << 15, swept=1 << 14, every=10, weights=4,
+    most=1 << 15, swept=1 << 14, every=20, weights=4,
 )  # fmt: skip
-LARGEST_K = 130
+#: Dialects part where scales leave float32's normal range: smaller steps of k from here.
+FINE, LARGEST_K = 96, 130
+
+
+def exponents(every: int) -> list[int]:
+    """The k of (b)."""
+    return [*range(0, FINE, every), *range(FINE, LARGEST_K + 1, every // 2)]
+
 
 # Dialects ----------------------------------------------------------------------------------------
 
@@ -164,40 +172,43 @@ def pairs(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
 
 
 class Bits(NamedTuple):
-    """An encoded tensor, block by block: scale bytes[blocks] and codes[blocks, block]."""
+    """An encoded tensor, block by block.
+
+    scales[blocks] are its scale bytes with one NaN; codes and values, blocks in their rows, are
+    64-bit words that hold eight codes, and two of the float32 products code * scale (which are
+    exact) with one zero and one NaN.
+    """
 
     scales: np.ndarray
     codes: np.ndarray
-    format: fpemu.BlockFormat
-
-    def values(self, index: np.ndarray) -> np.ndarray:
-        """code * scale of some blocks, exact in float32."""
-        assert self.format.scale is not None
-        scales = value_table(self.format.scale)[self.scales[index]]
-        with np.errstate(invalid="ignore"):  # NaN scales
-            return value_table(self.format.element)[self.codes[index]] * scales[:, None]
+    values: np.ndarray
 
 
 def bits_of(encoded: fpemu.Encoded) -> Bits:
-    """Scale bytes with one NaN, and codes; a short block is filled up with zero codes."""
+    """Bits of codes and scales; a short block is filled up with zero codes."""
     fmt = encoded.format
     assert isinstance(fmt, fpemu.BlockFormat) and fmt.block is not None and fmt.scale is not None
     codes, scales = np.asarray(encoded.codes), np.asarray(encoded.scales).reshape(-1)
     block = fmt.block[-1]
     if short := -codes.shape[-1] % block:
         codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, short)])
-    nan = np.isnan(value_table(fmt.scale))
-    scales = np.where(nan[scales], np.uint8(np.flatnonzero(nan)[0]), scales)
-    return Bits(scales, np.ascontiguousarray(codes).reshape(-1, block), fmt)
+    codes = np.ascontiguousarray(codes).reshape(-1, block)
+    factors = value_table(fmt.scale)
+    bad = np.isnan(factors)
+    scales = np.where(bad[scales], np.uint8(np.flatnonzero(bad)[0]), scales)
+    values = value_table(fmt.element)[codes]
+    values *= np.where(bad, np.float32(1), factors)[scales][:, None]
+    values += np.float32(0)  # -0 becomes +0
+    values[bad[scales]] = np.nan
+    return Bits(scales, codes.view(np.uint64), values.view(np.uint64))
 
 
 def differing(a: Bits, b: Bits) -> dict[str, int]:
     """Numbers of blocks: `MEASURES`."""
     scale = a.scales != b.scales
-    codes = (a.codes.view(np.uint64) != b.codes.view(np.uint64)).any(axis=1)
+    codes = (a.codes != b.codes).any(axis=1)
     index = np.flatnonzero(scale | codes)
-    u, v = a.values(index), b.values(index)
-    values = ((u != v) & ~(np.isnan(u) & np.isnan(v))).any(axis=1)
+    values = (a.values[index] != b.values[index]).any(axis=1)
     counts = (scale.sum(), codes.sum(), index.size, values.sum())
     return {key: int(count) for key, count in zip(MEASURES, counts, strict=True)}
 
@@ -278,7 +289,7 @@ class Study:
         for family, rows in self.rows.items():
             for dtype in DTYPES:
                 self.add_cell((family, kind, dtype), rows, as_dtype(x, dtype))
-                self.advance(1, f"{family} of {kind} {name}")
+                self.advance(1, f"{family} of {kind}s")
 
     def add_cell(self, cell: Cell, rows: Sequence[Row], x: Any) -> None:
         plain = x if isinstance(x, np.ndarray) else x.float().numpy()
@@ -301,7 +312,10 @@ class Study:
         """Each dialect's plain format: see `DEFINITIONS`."""
         chosen = {}
         for family, rows in self.rows.items():
-            bits = sum(c["bits"] for cell, c in self.counts.items() if cell[0] == family)
+            bits = np.zeros((len(rows), len(rows)), np.int64)
+            for cell, counts in self.counts.items():
+                if cell[0] == family:
+                    bits += counts["bits"]
             for j, row in enumerate(rows):
                 same = [i for i, other in enumerate(rows) if other.meaning == row.meaning]
                 plain = [i for i in same if rows[i].plain] or same[:1]
@@ -325,7 +339,7 @@ class Study:
             for j, name in enumerate(names):
                 i = names.index(against[name])
                 if i != j:
-                    row = {key: wilson(int(c[i, j]), blocks) for key, c in counts.items()}
+                    row = {key: wilson(int(counts[key][i, j]), blocks) for key in SHOWN}
                     shares.append({**head, "dialect": name, **row})
                 quality.append(
                     {
@@ -398,9 +412,9 @@ def sweep(
                                     "amax": float(np.abs(x).max()),
                                 },
                             )
-                            level = decibels(noise(plain, q))
-                            for key, value in (*counts.items(), ("sqnr_db", level)):
-                                track.setdefault(f"{way}_{key}", []).append(value)
+                            level = round(decibels(noise(plain, q)), 2)
+                            track.setdefault(f"{way}_bits", []).append(counts["bits"])
+                            track.setdefault(f"{way}_sqnr_db", []).append(level)
                     study.advance(1, f"{kind}, {dtype}, times {c:.3g}·2^-{k}")
             for family in study.rows:
                 own = [track for track in tracks.values() if track["family"] == family]
@@ -484,7 +498,7 @@ def study_all(
     """Train, encode, compare."""
     text = model.corpus()
     plan = budget.training
-    ks = list(range(0, LARGEST_K + 1, budget.every))
+    ks = exponents(budget.every)
     linears = 4 * budget.shape.layers + 1
     tensors = (4 * linears + len(names)) * len(FAMILIES) * len(DTYPES)
     study = Study(budget.most, budget.swept)
@@ -553,9 +567,11 @@ def short(name: str) -> str:
 
 
 def interval(share: Sequence[float]) -> str:
-    """``share (low-high)`` in percent."""
-    middle, low, high = (harness.percent(s) for s in share)
-    return f"{middle} ({low}-{high})"
+    """``share low-high`` in percent, no zeros before the point, at most 16 characters."""
+    middle, low, high = (
+        harness.percent(s).replace("0.", ".", 1) if s < 0.01 else harness.percent(s) for s in share
+    )
+    return f"{middle} {low}-{high}"
 
 
 def show(metrics: dict[str, Any], out: Any) -> None:
@@ -569,16 +585,16 @@ def show(metrics: dict[str, Any], out: Any) -> None:
             for against in groups:
                 members = [r["name"] for r in rows if against == r["against"] != r["name"]]
                 if members:
-                    body.append([f"against {short(against)}", *[""] * len(columns)])
+                    body.append([f"{short(against)}:", *[""] * len(columns)])
                 for name in members:
                     shares = [interval(cell[name, kind, dtype][key]) for key, dtype in columns]
                     body.append([f" {short(name)}", *shares])
-            title = f"{family}, {kind}s: blocks that differ, % (95 % interval)"
+            title = f"{family}, {kind}s: blocks that differ, %, and {CONFIDENCE:.0%} interval"
             heads = [f"{key}, {dtype}" for key, dtype in columns]
             out.print(harness.table(title, ["dialect", *heads], body))
     out.print(
-        "bits: scale byte or any code; values: any code * scale. +0 and -0 are two codes\n"
-        "and one value. Intervals as if blocks were independent.\n",
+        "Against the plain format above. bits: scale byte or any code; values: any code\n"
+        "times scale. +0 and -0 are two codes, one value. Intervals: blocks independent.\n",
         style="dim",
     )
     show_quality(metrics, kinds, out)
@@ -617,9 +633,12 @@ def shown(row: dict[str, Any]) -> bool:
 
 
 def level(value: float | None) -> str:
+    """dB in at most five characters."""
     if value is None:
         return "-"
-    return "0" if value == 0 else f"{value:.2f}" if value >= 10 else f"{value:.4f}"
+    if value < 0.0005:
+        return "<.001" if value else "0"
+    return f"{value:.2f}" if value >= 10 else f"{value:.3f}"
 
 
 def power(exponent: int | None) -> str:
@@ -645,10 +664,8 @@ def verdict(metrics: dict[str, Any]) -> str:
         )
         if parted:
             least = min(parted, key=lambda row: row["values"][0])
-            line += (
-                f" than\n  their plain format, the fewest {short(least['dialect'])}:"
-                f" {interval(least['values'])} % of the blocks"
-            )
+            share = interval(least["values"])
+            line += f"\n than the plain format; fewest, %: {short(least['dialect'])} {share}"
         lines.append(f"{line}.")
     return "\n".join(lines)
 
@@ -656,7 +673,7 @@ def verdict(metrics: dict[str, Any]) -> str:
 # Command line ------------------------------------------------------------------------------------
 
 EXAMPLES = """
-python experiments/dialects.py                # about five minutes on two cores
+python experiments/dialects.py                # about eight minutes on two cores
 python experiments/dialects.py --quick        # under a minute
 python experiments/dialects.py --weights model.safetensors
 python figures/dialects.py                    # draw the figures again

@@ -252,7 +252,7 @@ def draw_bits(panels: Sequence[Axes], tracks: dict[str, Rows], exponents: list[i
     if never:
         (line,) = legend.plot([], [], color="white")
         handles.append((line, f"never: {named(never[0])}"))
-    key(legend, handles)
+    legend_of(legend, handles)
 
 
 def draw_quality(panels: Sequence[Axes], tracks: dict[str, Rows], exponents: list[int]) -> None:
@@ -261,7 +261,7 @@ def draw_quality(panels: Sequence[Axes], tracks: dict[str, Rows], exponents: lis
     handles = draw_groups(plots, tracks, groups, exponents, levels_of)
     for axes in plots:
         axes.set_ylim(-1, 25)
-    key(legend, handles)
+    legend_of(legend, handles)
 
 
 def draw_groups(
@@ -287,7 +287,7 @@ def draw_groups(
     return handles
 
 
-def key(axes: Axes, handles: Sequence[tuple[Any, str]]) -> None:
+def legend_of(axes: Axes, handles: Sequence[tuple[Any, str]]) -> None:
     lines, names = zip(*handles, strict=True)
     axes.axis("off")
     axes.legend(
@@ -318,18 +318,18 @@ def sqnr(record: dict[str, Any]) -> Figure:
         len(families), 2, figsize=(style.DOUBLE, 0.9 + 0.15 * sum(sizes)), squeeze=False,
         sharey="row", sharex="col", height_ratios=sizes,
     )  # fmt: skip
-    measured = {key: [abs(r[key]) for r in rows if r[key]] for key in ("lost_db", "change_db")}
-    lowest = {key: style.decade_below(values, 1e-5) for key, values in measured.items()}
+    keys = ("lost_db", "change_db")
+    lowest = style.decade_below([abs(r[key]) for r in rows for key in keys if r[key]], 1e-5)
     for family, panels in zip(families, grid, strict=True):
         names = [row["name"] for row in metrics["dialects"][family]]
-        for axes, key_ in zip(panels, lowest, strict=True):
+        for axes, key in zip(panels, keys, strict=True):
             for kind in kinds:
-                own = {r["dialect"]: r[key_] for r in rows if r["kind"] == kind}
+                own = {r["dialect"]: r[key] for r in rows if r["kind"] == kind}
                 known = [(i, own[n]) for i, n in enumerate(names) if own[n] is not None]
                 places = np.array([i for i, _ in known]) + offset(kinds, kind)
                 signed = np.array([v for _, v in known])
-                x = style.on_log(np.abs(signed), lowest[key_])
-                worse = signed >= 0 if key_ == "lost_db" else signed <= 0
+                x = style.on_log(np.abs(signed), lowest)
+                worse = signed >= 0 if key == "lost_db" else signed <= 0
                 marker, shade = SHAPES[kind]
                 for chosen, inner in ((worse, shade), (~worse, "white")):
                     axes.plot(
@@ -338,7 +338,7 @@ def sqnr(record: dict[str, Any]) -> Figure:
                     )  # fmt: skip
                 if family == families[0] and axes is panels[0]:
                     axes.plot([], [], marker, color=shade, markersize=2.6, label=TITLES[kind])
-            style.percent_axis(axes, "x", lowest[key_], every=2)
+            style.percent_axis(axes, "x", lowest, every=2)
             axes.set_yticks(range(len(names)), [short(n) for n in names], fontsize=5.8)
             axes.set_ylim(len(names) - 0.4, -0.6)
         panels[0].set_title(f"{family}: against the best dialect")
@@ -346,7 +346,7 @@ def sqnr(record: dict[str, Any]) -> Figure:
     grid[-1][0].set_xlabel("SQNR lost, dB")
     grid[-1][1].set_xlabel("SQNR change, dB (filled: lost; open: gained)")
     figure.supxlabel(
-        f"bfloat16. 0: none, or below {lowest['lost_db']:.0e} (left), {lowest['change_db']:.0e} dB",
+        f"bfloat16. 0: none, or below {lowest:.0e} dB",
         fontsize=6.5,
     )
     figure.legend(loc="outside upper center", ncols=len(kinds), frameon=False, fontsize=6.5)
