@@ -674,7 +674,7 @@ def verdict(metrics: dict[str, Any]) -> str:
 
 EXAMPLES = """
 python experiments/dialects.py                # about eight minutes on two cores
-python experiments/dialects.py --quick        # under a minute
+python experiments/dialects.py --quick        # one to two minutes
 python experiments/dialects.py --weights model.safetensors
 python figures/dialects.py                    # draw the figures again
 """
