@@ -240,8 +240,10 @@ def microxcaling16(typingctx, src, si, by, rule, reach, nearest, even, narrow, d
         p = r * ((bits.splat(254) - shift) << 23).floats()
         top = largest.floats()
         p = (p > top).where(top, p)
-        p = (splat(b, values[2]) == splat(b, values[2])).where(p, p.splat(0.0))
-        nonzero = (bits == 0).where(bits.splat(0), sign)
+        # A NaN block is all +0; which of two NaNs a product keeps depends on the processor.
+        finite = splat(b, values[2]) == splat(b, values[2])
+        p = finite.where(p, p.splat(0.0))
+        nonzero = (bits == 0).where(bits.splat(0), finite.where(sign, bits.splat(0)))
         _store(context, b, kinds[8], values[8], values[9], (p.bits() | nonzero).floats())
         return context.get_dummy_value()
 
