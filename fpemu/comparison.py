@@ -400,16 +400,17 @@ def _follow(
 
 
 def _follow_exponent(fmt: BlockFormat, amax: np.ndarray, x: Any, note: Any) -> Any:
+    """An MX rule reads the amax's bits: its mantissa against the threshold."""
     threshold = exponent_rule(fmt)
     assert threshold is not None
-    number = float(amax[0])
-    if not 0 < number < np.inf:
+    bits = int(np.float64(amax[0]).view(np.uint64))
+    exponent, mantissa = bits >> 52, bits & (1 << 52) - 1
+    if not 0 < exponent < 0x7FF:
         return None
-    mantissa, exponent = np.frexp(number)  # exact: only shown
-    note("A / 2^floor(log2 A)", float(mantissa * 2))
+    note("A / 2^floor(log2 A)", 1 + mantissa / 2.0**52)
     note("goes up beyond", 1 + threshold / 2.0**52)
-    byte = int(exponent) - 1 - fmt.element.emax + int(mantissa * 2 - 1 > threshold / 2.0**52)
-    return None if x is None else float(x) / 2.0 ** min(max(byte, -127), 127)
+    shared = exponent - 1023 - fmt.element.emax + (mantissa > threshold)
+    return None if x is None else float(x) / 2.0 ** min(max(shared, -127), 127)
 
 
 def _tensor_scale(spy: Ops, fmt: BlockFormat, request: Request) -> TensorScale:

@@ -74,14 +74,14 @@ class Encoded:
         codes: Any,
         scales: Any,
         tensor_scale: Any = None,
-        format: str | Format | BlockFormat = "nvfp4",
+        format: str | Format | BlockFormat | None = None,  # needed; None is refused
         axis: int = -1,
         dtype: Any = np.dtype(np.float32),  # noqa: B008 (a constant)
         *,
         global_scale: Any = None,
     ) -> None:
         self.codes, self.scales = codes, scales
-        self.format = get_format(format, "Encoded")
+        self.format = get_format(format, "Encoded")  # type: ignore[arg-type]
         self.axis = axis % max(len(codes.shape), 1)
         self.dtype = dtype
         self.global_scale = global_scale

@@ -101,3 +101,8 @@ def indices(shape: tuple[int, ...], random: Random) -> np.ndarray:
     if bases is None:
         return np.arange(prod(shape), dtype=np.uint64).reshape(shape) + np.uint64(random.offset)
     return (bases[:, None] + np.arange(shape[-1], dtype=np.uint64)).reshape(shape)
+
+
+def signed64(word: int) -> int:
+    """The int64 with the bits of a 64-bit word."""
+    return word - (1 << 64) if word >> 63 else word

@@ -230,6 +230,16 @@ def give(backend: str, x: np.ndarray) -> Any:
     return torch.from_numpy(x)
 
 
+@cache
+def block_records() -> dict[str, list[dict[str, Any]]]:
+    """Blocks that were run through other libraries, by implementation; empty where absent."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if (VECTORS / "block_vectors.json.gz").exists():
+        for record in vectors("block_vectors.json.gz")["blocks"]:
+            found.setdefault(record["impl"], []).append(record)
+    return found
+
+
 def decoded(fmt: Format, codes: np.ndarray, dtype: Any) -> np.ndarray:
     """Values of element codes, rounded once into `dtype`; NaN canonical. All lie on float32's grid."""
     if fmt.name == "fp32":

@@ -71,6 +71,20 @@ def minus_zero16(typingctx, array, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def flush16(typingctx, array, index, limit):  # type: ignore[no-untyped-def]
+    """Magnitudes up to `limit` in ``array[index:index+16]`` become +0."""
+
+    def codegen(context, b, signature, values):  # type: ignore[no-untyped-def]
+        kind = signature.args[0]
+        x = _load(context, b, kind, values[0], values[1]).bits()
+        small = (x & MAG).floats() <= splat(b, values[2])
+        _store(context, b, kind, values[0], values[1], small.where(x.splat(0), x).floats())
+        return context.get_dummy_value()
+
+    return types.void(array, index, types.float32), codegen
+
+
+@intrinsic
 def quiet16(typingctx, array, index):  # type: ignore[no-untyped-def]
     """NaN of ``array[index:index+16]`` becomes the canonical one."""
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from fpemu.backends.dialect_kernels import (
     error16,
+    flush16,
     microxcaling16,
     minus_zero16,
     narrow16,
@@ -357,7 +358,7 @@ def narrow_bfloat16(src, out):
 @jit
 def cast_blocks(
     src, operand, size, out, params, safe_params, careful, narrow, how, zero, wraps, nan, own, words,
-    nan_code, bit, minus, factor, order,
+    nan_code, bit, flush, minus, factor, order,
 ):  # fmt: skip
     """Scale and cast blocks of `size` elements: codes, or values of the element format.
 
@@ -382,6 +383,9 @@ def cast_blocks(
             microxcaling(x, by, size, own[0], own[1], own[2], own[3], own[4], p)
         else:
             scaled(x, by, size, how, zero, p)
+            if flush is not None:
+                for i in range(0, len(p), RUN):
+                    flush16(p, i, flush)
             if careful:
                 if wraps:
                     wrap(p, by, size)

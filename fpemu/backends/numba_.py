@@ -31,7 +31,7 @@ from fpemu.backends.threads import get_num_threads, parallel, split
 from fpemu.casting import value_bits, value_table
 from fpemu.dialects import dialect_of
 from fpemu.formats import E4M3, BlockFormat, Format
-from fpemu.rng import Random
+from fpemu.rng import Random, signed64
 from fpemu.scaling import NUMPY, exponent_rule, multiplier_rule, no_tensor_scale
 
 PIECE = 1 << 17  # elements copied into scratch at a time
@@ -356,7 +356,7 @@ class _Call:
         if words is not None:
             rng = (words.reshape(-1), 0, 0, 0)
         elif random is not None:
-            rng = (_NO_U32, random.offset, _signed(random.seed), _signed(random.stream))
+            rng = (_NO_U32, random.offset, signed64(random.seed), signed64(random.stream))
         shape = x.shape
         if fmt is None or fmt.block is None:
             outer, rows, cols, tall, wide_ = 1, 1, x.size, 1, 1
@@ -722,11 +722,6 @@ def _shard_words(random: Random, shape: tuple[int, ...]) -> np.ndarray:
     bases = random.row_bases(shape)
     assert bases is not None
     words = np.empty(prod(shape), np.uint32)
-    seed, stream = _signed(random.seed), _signed(random.stream)
+    seed, stream = signed64(random.seed), signed64(random.stream)
     loops.shard_words(words, shape[-1], 0, bases, seed, stream)
     return words.reshape(shape)
-
-
-def _signed(word: int) -> int:
-    """The int64 with the bits of a 64-bit word."""
-    return word - (1 << 64) if word >> 63 else word

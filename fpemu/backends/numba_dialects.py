@@ -30,6 +30,7 @@ from fpemu.dialects import (
     zero_sign,
 )
 from fpemu.formats import E4M3, E8M0, BlockFormat, Format
+from fpemu.rng import signed64
 from fpemu.scaling import NUMPY, Array, Ops, Scales, TensorScale, decode_mag, encode_rne
 
 PIECE = 1 << 18  # elements: the larger, the less threads wait for each other's Python
@@ -79,6 +80,7 @@ class Rule(NamedTuple):
     own: tuple[Any, ...] | None
     nan_code: int
     bit: int
+    flush: np.float32 | None  # what rounds to zero, where zeros are +0
     minus: Any  # -0 as a code or value, where no result may have it
 
 
@@ -92,6 +94,8 @@ def _rule(
     if dialect.rounds_itself:
         rounding = "rne"  # of values that are on the grid already
     nan, zero = element_nan(dialect, element, kind), zero_sign(dialect, element)
+    # To nearest even, what is at most half the smallest value rounds to zero.
+    flushes = zero == "never" and rounding == "rne"
     own = _microxcaling_rule(fmt, kind) if dialect.rounds_itself else None
     return Rule(
         dialect,
@@ -108,7 +112,12 @@ def _rule(
         own,
         element.nan_code or 0,
         element.sign_bit if element.has_nan and not values else 0,
-        None if zero != "never" else np.float32(0) if values else element.sign_bit,
+        np.float32(element.min_subnormal / 2) if flushes else None,
+        None
+        if zero != "never" or flushes
+        else np.float32(0)
+        if values
+        else element.sign_bit,
     )  # fmt: skip
 
 
@@ -349,7 +358,7 @@ class Call:
             bases = part.row_bases(shape)
             assert bases is not None
             words = np.empty(prod(shape), np.uint32)
-            seed, stream = _signed(part.seed), _signed(part.stream)
+            seed, stream = signed64(part.seed), signed64(part.stream)
             loops.shard_words(words, shape[-1], 0, bases, seed, stream)
             words = words.reshape(shape)
         return np.ascontiguousarray(to_runs(words, self.steps)).reshape(-1)
@@ -368,7 +377,7 @@ class Call:
         dialect_loops.cast_blocks(
             runs, operand, self.size, flat, rule.params, rule.safe_params, careful,
             rule.dialect.narrow, rule.how, rule.zero, wraps, rule.nan, rule.own,
-            self.words(index), rule.nan_code, rule.bit, rule.minus,
+            self.words(index), rule.nan_code, rule.bit, rule.flush, rule.minus,
             None if order is None else blocks.factor, order,
         )  # fmt: skip
         if not direct:
@@ -585,8 +594,3 @@ def block_index(index: tuple[slice, ...], steps: tuple[int, ...]) -> tuple[slice
     return tuple(
         slice(s.start // step, ceil(s.stop / step)) for s, step in zip(index, steps, strict=True)
     )
-
-
-def _signed(word: int) -> int:
-    """The int64 with the bits of a 64-bit word."""
-    return word - (1 << 64) if word >> 63 else word

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from fpemu.recipes import OPERANDS
+from fpemu.rng import signed64
 
 _NUMBER = {name: number for number, name in enumerate(OPERANDS)}
 
 
 def ticket(seed: int, layer: int, call: int) -> Tensor:
     """The key and the upper half of the stream, as a tensor that autograd can save."""
-    return torch.tensor([seed, _signed((call & 0xFFFFFFFF) << 32 | (layer & 0xFFFF) << 16)])
+    return torch.tensor([seed, signed64((call & 0xFFFFFFFF) << 32 | (layer & 0xFFFF) << 16)])
 
 
 def user_ticket(seed: int, stream: int) -> Tensor:
     """A ticket whose 48 bits of call and layer the caller chose."""
-    return torch.tensor([_signed(seed), _signed((stream << 16) & (1 << 64) - 1)])
+    return torch.tensor([signed64(seed), signed64((stream << 16) & (1 << 64) - 1)])
 
 
 def of_operand(ticket: Tensor, operand: str) -> tuple[int, int]:
@@ -48,7 +49,3 @@ def _rank() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
     return 0
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word

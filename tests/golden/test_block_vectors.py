@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from helpers import FAST, VECTORS, as_numpy, give, unhex, vectors
+from helpers import FAST, as_numpy, block_records, give, unhex
 
 import fpemu
 
@@ -36,15 +36,7 @@ EXCEPT = {
 BACKENDS = (*FAST, "oracle")
 
 
-def _records() -> dict[str, list[dict[str, Any]]]:
-    found = defaultdict(list)
-    if (VECTORS / "block_vectors.json.gz").exists():
-        for record in vectors("block_vectors.json.gz")["blocks"]:
-            found[record["impl"]].append(record)
-    return found
-
-
-RECORDS = _records()
+RECORDS = block_records()
 needs_vectors = pytest.mark.skipif(
     not RECORDS, reason="recorded vectors are not beside this checkout"
 )

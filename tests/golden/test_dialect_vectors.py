@@ -6,12 +6,11 @@ codes where only the scale was recorded, the sign of an E4M3 NaN.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import BF16, FAST, VECTORS, as_numpy, bits_of, give, unhex, vectors
+from helpers import BF16, FAST, as_numpy, bits_of, block_records, give, unhex
 
 import fpemu
 
@@ -63,15 +62,7 @@ IMPLEMENTATIONS = {
 BACKENDS = ("oracle", *FAST)
 
 
-def _records() -> dict[str, list[dict[str, Any]]]:
-    found = defaultdict(list)
-    if (VECTORS / "block_vectors.json.gz").exists():
-        for record in vectors("block_vectors.json.gz")["blocks"]:
-            found[record["impl"]].append(record)
-    return found
-
-
-RECORDS = _records()
+RECORDS = block_records()
 needs_vectors = pytest.mark.skipif(
     not RECORDS, reason="recorded vectors are not beside this checkout"
 )
