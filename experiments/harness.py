@@ -188,7 +188,9 @@ def git_state(root: Path) -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     # A record or figure that this very run replaces does not make the code dirty.
-    changed = git("status", "--porcelain", "--", ".", ":!results", ":!figures/*.p*")
+    changed = git(
+        "status", "--porcelain", "--", ".", ":!results", ":!figures/*.pdf", ":!figures/*.png"
+    )
     return {
         "commit": git("rev-parse", "--verify", "--quiet", "HEAD"),
         "dirty": None if changed is None else changed != "",

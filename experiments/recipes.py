@@ -16,6 +16,8 @@ together hold with 95 %). A claim is *supported* where its interval lies on the 
 within the margin; *contradicted* where it lies on the other side; else *not resolved*. A hypothesis
 is supported if all its claims are, contradicted if any is. The margin, the claims and the number of
 seeds are in this file, fixed before a run. A run that diverges counts with a loss of ln 256.
+
+Writes a table to the terminal, a record (JSON) to results/ and a figure to figures/.
 """
 
 from __future__ import annotations
@@ -237,6 +239,7 @@ def study(budget: Budget, seed: int, device: str) -> dict[str, Any]:
 EXAMPLES = """
 python experiments/recipes.py --quick
 python experiments/recipes.py --seed 1 --out /tmp/recipes
+python figures/recipes.py                     # draw the figure again
 """
 
 
@@ -276,7 +279,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         metrics |= study(budget, args.seed, args.device)
     out = harness.console()
     show(harness.plain(metrics), out.print)
-    out.print(f"record {harness.shown(path)}")
+    from figures import recipes as drawing
+
+    figure, _ = drawing.draw(path, harness.figures_dir(args))
+    out.print(f"record {harness.shown(path)}\nfigure {harness.shown(figure)}, .png")
     return 0
 
 

@@ -153,7 +153,12 @@ def test_git_state(tmp_path):
     assert state["dirty"] is False
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "trial.json").write_text("{}")  # what a run writes is not a change
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "trial.pdf").write_text("%PDF")
     assert harness.git_state(tmp_path)["dirty"] is False
+    (tmp_path / "figures" / "trial.py").write_text("1\n")  # a script that draws one is
+    assert harness.git_state(tmp_path)["dirty"] is True
+    (tmp_path / "figures" / "trial.py").unlink()
     (tmp_path / "code.py").write_text("2\n")
     assert harness.git_state(tmp_path) == {"commit": state["commit"], "dirty": True}
 

@@ -51,3 +51,5 @@ def test_a_run_fills_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert all(len(losses) == 2 for losses in metrics["losses"].values())
     assert set(metrics["hypotheses"]) == {"underflow", "placement", "mxfp8", "fp4"}
     assert set(metrics["hypotheses"].values()) <= set(recipes.VERDICTS)
+    assert (tmp_path / "recipes.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "recipes.png").read_bytes().startswith(b"\x89PNG")
