@@ -36,6 +36,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 1  # of the record's outer layout; raise it when a key changes its meaning
+LOG_SECONDS = 60  # between lines of progress in a log
 
 # Arguments ---------------------------------------------------------------------------------------
 
@@ -297,7 +298,10 @@ def dumps(value: Any, depth: int = 3, indent: int = 0) -> str:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Any]:
-    """A progress bar on stderr; yields ``advance(amount=1, note="")``."""
+    """A progress bar on stderr; yields ``advance(amount=1, note="")``.
+
+    Where stderr is no terminal (a log), a line a minute and one at the end.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -307,16 +311,25 @@ def progress(title: str, total: int) -> Iterator[Any]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
         task = bar.add_task(title, total=total, note="")
-        shown = ""
+        shown, said = "", time.monotonic()
+
+        def line() -> None:
+            screen.print(f"{title} {bar.tasks[0].completed:g}/{total} {shown}", highlight=False)
 
         def advance(amount: float = 1, note: str | None = None) -> None:
-            nonlocal shown
+            nonlocal shown, said
             shown = shown if note is None else note
             bar.update(task, advance=amount, note=shown)
+            if bar.disable and time.monotonic() - said >= LOG_SECONDS:
+                said = time.monotonic()
+                line()
 
         yield advance
+        if bar.disable:
+            line()
 
 
 def console() -> Console:

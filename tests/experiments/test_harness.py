@@ -247,3 +247,13 @@ def test_progress_counts_and_notes(capsys):
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert "loss 1.00" in shown
+
+
+def test_progress_in_a_log_is_a_line_a_minute(capsys, monkeypatch):
+    now = iter([0, 10, 61, 62, 63])
+    monkeypatch.setattr(harness.time, "monotonic", lambda: next(now))
+    with harness.progress("trial", 3) as advance:
+        advance(note="a")  # after 10 s
+        advance(note="b")  # after 61 s
+        advance(note="c")
+    assert capsys.readouterr().err.split("\n") == ["trial 2/3 b", "trial 3/3 c", ""]
