@@ -260,7 +260,7 @@ def show(metrics: dict[str, Any], print_: Callable[..., None]) -> None:
         harness.table("Paired differences", ["", "claim", "mean", "low", "high", "verdict"], rows)
     )
     rows = [[f["format"], harness.percent(f["share"]), f["verdict"]] for f in metrics["flushed"]]
-    print_(harness.table("Unscaled dY flushed to zero, %", ["format", "share", "verdict"], rows))
+    print_(harness.table("dY flushed, %", ["format", "share", "verdict"], rows))
     for name, said in metrics["hypotheses"].items():
         print_(f"hypothesis {name:10s} {said}")
 

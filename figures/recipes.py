@@ -33,7 +33,7 @@ def verdicts(record: dict[str, Any]) -> Figure:
     large = [c for c in metrics["claims"] if c["hypothesis"] == "underflow"]
     small = [c for c in metrics["claims"] if c["hypothesis"] != "underflow"]
     figure, (left, middle, right) = style.new(
-        1, 3, figsize=(style.DOUBLE, 1.9), width_ratios=(0.8, 1.2, 1.5)
+        1, 3, figsize=(style.DOUBLE, 2.0), width_ratios=(0.8, 1.2, 1.5)
     )
     flushed(left, metrics["flushed"])
     differences(middle, large, metrics["losses"])
@@ -41,7 +41,7 @@ def verdicts(record: dict[str, Any]) -> Figure:
     middle.set_title("Underflow and what recovers it")
     right.set_title("Placement, MXFP8, FP4")
     for axes in (middle, right):
-        axes.set_xlabel("difference in held-out loss, nats per byte")
+        axes.set_xlabel("held-out loss difference, nats/byte")
     return figure
 
 
@@ -86,16 +86,19 @@ def differences(
         )  # fmt: skip
         axes.plot([claim["mean"]] * 2, [row - 0.3, row + 0.3], color=shade, linewidth=1.8)
         axes.plot(seeds, [row] * len(seeds), "o", color=shade, markersize=2.4)
-        words = claim["verdict"]
+        side = 0 if claim["mean"] > 0 else 1  # where there is room
         axes.annotate(
-            words, (1, row), xycoords=("axes fraction", "data"), xytext=(-1, 13),
-            textcoords="offset points", ha="right", va="center", fontsize=6.5, style="italic",
+            claim["verdict"], (side, row), xycoords=("axes fraction", "data"),
+            xytext=(3 - 6 * side, 0), textcoords="offset points", ha=("left", "right")[side],
+            va="center", fontsize=6.5, style="italic",
         )  # fmt: skip
         labels.append(f"{arm}\n{WORDS[claim['says']]} {reference}")
     axes.set_yticks(range(len(claims)), labels, fontsize=6.5)
     axes.set_ylim(len(claims) - 0.5, -0.75)
     axes.grid(axis="y", visible=False)
+    axes.use_sticky_edges = False  # bars keep their distance from the frame
     axes.margins(x=0.08)
+    axes.autoscale(axis="x")
 
 
 def draw(path: Path, out: Path) -> list[Path]:
