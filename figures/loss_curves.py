@@ -34,11 +34,11 @@ LOWEST = 1e-8  # nats; smaller gaps are drawn here
 
 #: Lines of the recipes study by panel. Within one, shades differ in grey.
 PANELS = (
-    ("16 bits and FP8", ("fp16", "fp8_delayed", "fp8_current", "fp8_block")),
-    ("MX and INT8", ("mxfp8", "mxfp4", "mxfp4_sr_rht", "int8")),
-    ("NVFP4", ("nvfp4_naive", "nvfp4", "nvfp4_4over6")),
+    ("16 bits and FP8", ("fp16", "fp8_delayed", "fp8_current", "fp8_block"), "bf16"),
+    ("MX and INT8", ("mxfp8", "mxfp4", "mxfp4_sr_rht", "int8"), "bf16"),
+    ("NVFP4", ("nvfp4_naive", "nvfp4", "nvfp4_4over6"), "bf16"),
+    ("Against FP8", ("mxfp8", "mxfp4_sr_rht", "nvfp4"), "fp8_block"),
 )
-AGAINST_FP8 = ("mxfp8", "mxfp4_sr_rht", "nvfp4")
 COLOURS = {
     "fp8_delayed": "#08306b", "fp8_current": "#9ecae1", "fp8_block": "#2f7fbc",
     "mxfp8": "#fdbe85", "mxfp4": "#8c3c04", "mxfp4_sr_rht": "#dd6b10",
@@ -64,7 +64,7 @@ def shade(cell: str) -> str:
 
 def curve(
     runs: dict[int, dict[str, Any]], reference: dict[int, dict[str, Any]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Steps, and gaps in percent [seeds, bins], of trailing means; as far as all runs go."""
     pairs = [(runs[s]["train"], reference[s]["train"]) for s in sorted(runs)]
     bins = min(len(v) for pair in pairs for v in pair)
@@ -73,34 +73,30 @@ def curve(
     a, b = (
         np.apply_along_axis(np.convolve, 1, v, np.ones(window) / window, "valid") for v in (a, b)
     )
-    return BIN * (np.arange(a.shape[1]) + window), 100 * (a - b) / b, a
+    return BIN * (np.arange(a.shape[1]) + window), 100 * (a - b) / b
 
 
 # Parts -------------------------------------------------------------------------------------------
 
 
 def curves(
-    figure: Figure, axes: Axes, cells: dict[str, dict[int, dict[str, Any]]], names: Sequence[str], reference: str,
+    axes: Axes, cells: dict[str, dict[int, dict[str, Any]]], names: Sequence[str], reference: str,
     steps: int,
-) -> None:  # fmt: skip
-    """Gaps over steps, with bands."""
+) -> list[tuple[float, str, str]]:  # fmt: skip
+    """Gaps over steps, with bands; returns where the lines end, for `style.label_lines`."""
     axes.axhline(0, color="black", linewidth=0.6)
     axes.axvline(DECAY * steps, color="black", linewidth=0.6, linestyle=":")
     ends = []
     for name in names:
-        x, gaps, _ = curve(cells[name], {s: cells[reference][s] for s in cells[name]})
+        x, gaps = curve(cells[name], cells[reference])
         low, high = np.array([verdicts.interval(list(column))[1:] for column in gaps.T]).T
-        dashed = name.split(",")[0] in DASHED
-        axes.plot(
-            x, gaps.mean(0), color=shade(name), linestyle=style.DASHED if dashed else style.SOLID
-        )
+        line = style.DASHED if name in DASHED else style.SOLID
+        axes.plot(x, gaps.mean(0), color=shade(name), linestyle=line)
         axes.fill_between(x, low, high, color=shade(name), alpha=0.18, linewidth=0)
         ends.append((float(gaps.mean(0)[-1]), name, shade(name)))
     axes.set_xlabel("step")
-    axes.margins(x=0)
     axes.set_xlim(0, steps)
-    figure.draw_without_rendering()
-    style.label_lines(axes, steps, ends, gap=8)
+    return ends
 
 
 def forest(
@@ -161,13 +157,14 @@ def recipes(record: dict[str, Any]) -> dict[str, Figure]:
     found = record["metrics"]
     cells, steps = by_cell(record), record["point"]["common"]["steps"]
     figure, axes = style.new(2, 2, figsize=(style.DOUBLE, 3.9))
-    for panel, (title, names) in zip(axes.flat, PANELS, strict=False):
-        curves(figure, panel, cells, names, "bf16", steps)
+    ends = []
+    for panel, (title, names, reference) in zip(axes.flat, PANELS, strict=True):
+        ends.append(curves(panel, cells, names, reference, steps))
         panel.set_title(title)
-        panel.set_ylabel("gap to BF16, %")
-    curves(figure, axes[1, 1], cells, AGAINST_FP8, "fp8_block", steps)
-    axes[1, 1].set_title("Against FP8")
-    axes[1, 1].set_ylabel("gap to fp8_block, %")
+        panel.set_ylabel(f"gap to {reference}, %")
+    figure.draw_without_rendering()
+    for panel, labels in zip(axes.flat, ends, strict=True):
+        style.label_lines(panel, steps, labels, gap=8)
     gaps, panel = style.new(figsize=(style.DOUBLE, 3.0))
     forest(panel, found["claims"], verdicts.losses_of(cells), found)
     drawn = {"recipes": figure, "gaps": gaps}
@@ -251,7 +248,7 @@ def switch(record: dict[str, Any]) -> dict[str, Figure]:
     lines = dict(zip(names, (style.SOLID, "--", ":", "-."), strict=True))
     ends = []
     for name in names:
-        x, gaps, _ = curve(cells[name], cells["bf16"])
+        x, gaps = curve(cells[name], cells["bf16"])
         late = x >= 0.6 * steps
         left.plot(x[late], gaps.mean(0)[late], color=shade("nvfp4"), linestyle=lines[name])
         label = name.removeprefix("nvfp4, ").removesuffix(" bf16 at the end")

@@ -63,6 +63,7 @@ def test_a_seed_fixes_weights_and_data_whatever_the_arm() -> None:
     assert not any(torch.equal(a[n], c[n]) for n in weights)
     one, two = (learning.train(tiny(arm, steps=1))["train"][0] for arm in ("fp32", "bf16"))
     assert one == pytest.approx(two, abs=1e-3)  # the same first batch
+    assert one == learning.train(tiny("fp32", steps=1, rounding=9))["train"][0]
     assert abs(one - learning.train(tiny("fp32", seed=6, steps=1))["train"][0]) > 1e-3
 
 
@@ -457,9 +458,14 @@ def test_records_and_figures_of_every_study(store: Path, capsys: pytest.CaptureF
     assert tokens["m"] == pytest.approx(math.exp(0.05 / 0.3), rel=0.02)
     assert tokens["verdict"] == "resolved"
     assert "supported" in capsys.readouterr().out
+
     before = {path.name: path.read_bytes() for path in store.glob("loss_curves_*")}
-    assert loss_curves.main(["--quick", "--collect", "--out", str(store)]) == 0
-    assert before == {path.name: path.read_bytes() for path in store.glob("loss_curves_*")}
+    argv = ["--quick", "--collect", "--study", "switch", "tokens", "--out", str(store)]
+    assert loss_curves.main(argv) == 0  # the same bytes again
+    after = {path.name: path.read_bytes() for path in store.glob("loss_curves_*")}
+    assert {name for name in after if after[name] != before[name]} == {
+        "loss_curves_switch.json", "loss_curves_tokens.json",  # their argv differs
+    }  # fmt: skip
 
 
 def test_an_incomplete_study_has_no_record(store: Path, capsys: pytest.CaptureFixture) -> None:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,22 @@ def test_a_claim_is_exclusive(tmp_path: Path) -> None:
         assert first and not second
     with runs.claimed(path) as again:
         assert again
+
+
+def test_a_run_that_another_finished_just_before_the_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed = runs.claimed
+
+    @contextmanager
+    def late(path: Path) -> Iterator[bool]:
+        path.write_text("theirs")
+        with claimed(path) as mine:
+            yield mine
+
+    monkeypatch.setattr(runs, "claimed", late)
+    runs.work(tmp_path, POINTS[:1], lambda point: {}, "toy", ORIGIN)
+    assert runs.path_of(tmp_path, POINTS[0]).read_text() == "theirs"
 
 
 # Several processes -------------------------------------------------------------------------------
