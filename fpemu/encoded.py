@@ -144,7 +144,7 @@ class Encoded:
         wanted = ops.torch_dtype(_float_or(dtype, self.dtype), torch, "decode")
         out = torch.empty(self.shape, dtype=wanted, device=self.codes.device)
         if self.codes.device.type != "cpu":
-            ops.load_backend("torch").decode(self.format, parts, self.axis, out)
+            ops.device_decoder(self.format, out).decode(self.format, parts, self.axis, out)
             return out
         host = Parts(*(None if p is None else _numpy(p) for p in parts))
         kind = str(wanted).removeprefix("torch.")

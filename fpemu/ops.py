@@ -7,6 +7,7 @@ file checks an argument again.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -29,12 +30,11 @@ BACKENDS = {
     "oracle": "fpemu.backends.oracle",
     "numba": "fpemu.backends.numba_",
     "torch": "fpemu.backends.torch_",
+    "triton": "fpemu.backends.triton_",
+    "hardware": "fpemu.backends.hardware",
 }
-#: Named in the interface, not part of this version.
-_ABSENT = {
-    "triton": "Triton kernels are not part of this version",
-    "hardware": "hardware casts are not part of this version",
-}
+#: Those that work on torch tensors where they are; the others on arrays in host memory.
+ON_TENSORS = ("torch", "triton", "hardware")
 _KINDS = frozenset((*FLOAT_KINDS, *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64))))
 _WORD = (1 << 64) - 1
 
@@ -84,8 +84,9 @@ def quantize(
         Of the result: float16, bfloat16, float32 or float64. Default x's; float32 for integers.
     out : array like x, optional
         Receives the result and is returned (without a gradient).
-    backend : {"oracle", "numba", "torch"}, optional
-        Force one. The bits are the same.
+    backend : {"oracle", "numba", "torch", "triton"}, optional
+        Force one. The bits are the same. Default: numba on a CPU; on CUDA tensors triton where it
+        is installed and serves the format, else torch.
 
     Returns
     -------
@@ -393,12 +394,8 @@ def load_backend(name: str) -> ModuleType:
     module = _loaded.get(name)
     if module is not None:
         return module
-    if name in _ABSENT:
-        raise BackendError(
-            f"backend {name!r} cannot serve: {_ABSENT[name]}. Leave backend out to use what is there."
-        )
     if name not in BACKENDS:
-        raise unknown("quantize", "backend", name, (*BACKENDS, *_ABSENT))
+        raise unknown("quantize", "backend", name, BACKENDS)
     try:
         module = import_module(BACKENDS[name])
     except ImportError as error:
@@ -419,27 +416,69 @@ def _default_cpu() -> str:
 _cpu: str | None = None
 
 
+@lru_cache(maxsize=1)
+def triton_backend() -> ModuleType | None:
+    """The default backend of CUDA tensors, or None where Triton is missing."""
+    if find_spec("triton") is None:
+        return None
+    try:
+        return load_backend("triton")
+    except BackendError:
+        return None
+
+
+def _on_device(request: Request) -> str:
+    """The default backend of a tensor that is not in host memory."""
+    if request.x.device.type != "cuda":
+        return "torch"
+    module = triton_backend()
+    return "torch" if module is None or module.supports(request) is not None else "triton"
+
+
+def device_decoder(fmt: Format | BlockFormat, out: torch.Tensor) -> ModuleType:
+    """What decodes on the device of `out`, which is not the host."""
+    module = triton_backend() if out.device.type == "cuda" else None
+    return module if module is not None and module.decodes(fmt) else load_backend("torch")
+
+
 def _choose(request: Request, backend: str | None, on_cpu: bool) -> tuple[str, ModuleType]:
-    name = backend if backend is not None else _default_cpu() if on_cpu else "torch"
+    name = backend
+    if name is None:
+        name = _default_cpu() if on_cpu else _on_device(request)
     module = load_backend(name)
     reason = module.supports(request)
-    if reason is None and not on_cpu and name != "torch":
+    if reason is None and not on_cpu and name not in ON_TENSORS:
         reason = "it works in host memory and x is on another device"
     if reason is not None:
         raise BackendError(f"backend {name!r} cannot serve: {reason}. Leave backend out.")
     return name, module
 
 
+def quantizing(name: str, module: ModuleType) -> ModuleType:
+    """The module, if it quantizes; hardware casts only encode."""
+    if not hasattr(module, "quantize"):
+        raise BackendError(
+            f"backend {name!r} cannot serve: its instructions make codes. Use fpemu.encode, or leave"
+            " backend out."
+        )
+    return module
+
+
 def _host_module(request: Request, backend: str | None) -> ModuleType:
-    """A backend that measures numpy arrays; the torch one through a thin adapter."""
-    name, _ = _choose(request, backend, True)
+    """A backend that works on numpy arrays; those on tensors through a thin adapter."""
+    name, module = _choose(request, backend, True)
+    if name in ON_TENSORS:
+        quantizing(name, module)
     return load_host_backend(name)
 
 
 def load_host_backend(name: str | None) -> ModuleType:
     """The backend (None: the default one) that works on numpy arrays."""
     name = _default_cpu() if name is None else name
-    return import_module("fpemu.backends.torch_host") if name == "torch" else load_backend(name)
+    module = load_backend(name)
+    if name not in ON_TENSORS:
+        return module
+    return import_module("fpemu.backends.torch_host").OnArrays(module)  # type: ignore[no-any-return]
 
 
 # Containers --------------------------------------------------------------------------------------
@@ -625,8 +664,8 @@ class _TorchBox(_Box):
                     " agree. Leave out=None to have one made."
                 )
         name, module = _choose(request, backend, self.on_cpu)
-        if name == "torch":
-            module.quantize(request, result.detach())
+        if name in ON_TENSORS:
+            quantizing(name, module).quantize(request, result.detach())
         else:
             target = as_numpy(result.detach())
             self._to_host(request)
@@ -638,7 +677,7 @@ class _TorchBox(_Box):
 
     def encoded(self, request: Request, backend: str | None) -> Parts:
         name, module = _choose(request, backend, self.on_cpu)
-        if name == "torch":
+        if name in ON_TENSORS:
             return module.encode(request)
         parts = module.encode(self._to_host(request))
         return Parts(*(None if p is None else self.torch.from_numpy(p) for p in parts))

@@ -137,9 +137,10 @@ def quantize_rotated(
     Notes
     -----
     On a CPU the rotated values of dense float16, bfloat16 and float32 arrays never reach memory: a
-    piece that fits the cache is rotated, rounded to x's dtype and quantized. A format with a tensor
-    scale reads x twice. Other layouts, dtypes and devices, library dialects, and calls that torch
-    watches (gradients, `torch.compile`) take the two steps one after the other.
+    piece that fits the cache is rotated, rounded to x's dtype and quantized. On a CUDA device a
+    Triton kernel does the same to a tile. A format with a tensor scale reads x twice. Other
+    layouts, dtypes and devices, library dialects, and calls that torch watches (gradients,
+    `torch.compile`) take the two steps one after the other.
 
     Examples
     --------
@@ -155,6 +156,11 @@ def quantize_rotated(
         rotated = hadamard(x, size=size, signs=signs, axis=axis)
         return ops.quantize(rotated, fmt, **options, dtype=dtype)
     call = _Fused(x, fmt, size, signs, options, "quantize_rotated")
+    on_gpu = call.on_gpu()
+    if on_gpu is not None:
+        result = call.empty_like_x(dtype)
+        on_gpu.quantize(call.request, result, on_gpu.Rotation(call.size, call.signs))
+        return result
     if call.fuses():
         from fpemu.backends import hadamard_
 
@@ -198,10 +204,14 @@ def encode_rotated(
     if _in_two_steps(x, fmt):
         return ops.encode(hadamard(x, size=size, signs=signs, axis=axis), fmt, **options)
     call = _Fused(x, fmt, size, signs, options, "encode_rotated")
+    on_gpu = call.on_gpu()
+    if on_gpu is not None:
+        parts = on_gpu.encode(call.request, on_gpu.Rotation(call.size, call.signs))
+        return _encoded(parts, call.request, call.box)
     if call.fuses():
         from fpemu.backends import hadamard_
 
-        parts: Parts = hadamard_.encode(call.host, call.axis, call.rotation)
+        parts = hadamard_.encode(call.host, call.axis, call.rotation)
         if not call.on_host:
             from_numpy = sys.modules["torch"].from_numpy
             parts = Parts(*(None if p is None else from_numpy(p) for p in parts))
@@ -422,6 +432,15 @@ class _Fused:
         torch_ = self.box.torch
         wanted = None if dtype is None else ops.torch_dtype(dtype, torch_, "quantize_rotated")
         return torch_.empty_like(self.box.tensor, dtype=wanted)
+
+    def on_gpu(self) -> Any:
+        """The Triton backend, where it rotates and casts this tensor in one kernel."""
+        if self.on_host or self.box.array.device.type != "cuda":
+            return None
+        module = ops.triton_backend()
+        if module is None or module.supports(self.request) is not None:
+            return None
+        return module if module.rotates(self.request, self.size) else None
 
     def fuses(self) -> bool:
         if not _on_numba(self.box):

@@ -1,6 +1,7 @@
 """`fpemu.stats`: what a format does to a tensor, in one pass and without keeping a copy.
 
-The tensor goes through in pieces that fit the cache. Each piece is encoded, decoded, measured and
+On a CUDA device one Triton kernel measures where it casts (`fpemu.backends.triton_.measure`).
+Elsewhere the tensor goes through in pieces that fit the cache. Each piece is encoded, decoded, measured and
 forgotten; sums are float64 and are added in the order of the pieces, so they do not depend on the
 number of threads.
 """
@@ -158,6 +159,11 @@ def stats(
     request, box = ops._request(
         "stats", x, fmt, rounding, overflow, axis, amax, seed, stream, offset, sr_bits, random_bits
     )
+    if isinstance(box, ops._TorchBox):
+        name, module = ops._choose(request, backend, box.on_cpu)
+        if name == "triton":
+            with np.errstate(all="ignore"):
+                return _combine(request.fmt, [_Sums(*module.measure(request))])
     host, module = box.on_host(request, backend)
     if host.x.ndim == 0:
         host.x = host.x.reshape(1)

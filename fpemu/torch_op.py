@@ -113,8 +113,8 @@ def _within(
     )
     assert isinstance(box, ops._TorchBox)
     name, module = ops._choose(request, backend, box.on_cpu)
-    if name == "torch":
-        return module.within(request)
+    if name in ops.ON_TENSORS:
+        return ops.quantizing(name, module).within(request)
     return torch.from_numpy(module.within(box._to_host(request)))
 
 

@@ -10,7 +10,7 @@ Tensors are worked through in chunks of whole blocks, which bounds the extra mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from math import ceil, prod
@@ -584,8 +584,11 @@ def quantize(request: Request, out: Tensor) -> None:
             target[chunk.at].copy_(_from_blocks(stored, granule, chunk.shape))
 
 
-def encode(request: Request) -> Parts:
-    """Codes and scales of x."""
+def encode(
+    request: Request,
+    codes_of: Callable[[Request, Chunk, tuple[int, ...], Scaled], Tensor] = _codes,
+) -> Parts:
+    """Codes and scales of x; `codes_of` casts the scaled values of a chunk."""
     fmt, x = request.fmt, request.x
     shape = tuple(_no_0d(x).shape)
     granule = _granule(fmt, len(shape), request.axis)
@@ -601,7 +604,7 @@ def encode(request: Request) -> Parts:
         tensor = _tensor_scale(request, granule)
         for chunk in _walk(shape, granule, x.device):
             scaled = _scaled(request, chunk, granule, tensor)
-            block_codes = _codes(request, chunk, granule, scaled)
+            block_codes = codes_of(request, chunk, granule, scaled)
             _no_0d(codes)[chunk.at].copy_(_from_blocks(block_codes, granule, chunk.shape))
             if scales is not None and scaled.scales is not None:
                 _no_0d(scales)[chunk.blocks].copy_(scaled.scales)

@@ -1,14 +1,14 @@
-"""The torch backend on numpy arrays: for machines without numba."""
+"""The backends on torch tensors, on numpy arrays: for machines without numba."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import numpy as np
 import torch
 
-from fpemu.backends import Parts, Request, torch_
+from fpemu.backends import Parts, Request
 from fpemu.formats import BlockFormat, Format
-
-supports = torch_.supports
 
 
 def tensor_of(array: np.ndarray, kind: str) -> torch.Tensor:
@@ -38,23 +38,26 @@ def _into(out: np.ndarray, kind: str, fill) -> None:  # type: ignore[no-untyped-
         out[...] = landing
 
 
-def quantize(request: Request, out: np.ndarray) -> None:
-    kind = "bfloat16" if out.dtype == np.uint16 else out.dtype.name
-    _into(out, kind, lambda target: torch_.quantize(tensor_request(request), target))
+class OnArrays:
+    """A backend on tensors as one on numpy arrays."""
 
+    def __init__(self, module: ModuleType) -> None:
+        self.module, self.supports, self.__name__ = module, module.supports, module.__name__
 
-def encode(request: Request) -> Parts:
-    parts = torch_.encode(tensor_request(request))
-    return Parts(*(None if p is None else p.numpy() for p in parts))
+    def quantize(self, request: Request, out: np.ndarray) -> None:
+        kind = "bfloat16" if out.dtype == np.uint16 else out.dtype.name
+        _into(out, kind, lambda target: self.module.quantize(tensor_request(request), target))
 
+    def encode(self, request: Request) -> Parts:
+        parts = self.module.encode(tensor_request(request))
+        return Parts(*(None if p is None else p.numpy() for p in parts))
 
-def within(request: Request) -> np.ndarray:
-    return torch_.within(tensor_request(request)).numpy()
+    def within(self, request: Request) -> np.ndarray:
+        return self.module.within(tensor_request(request)).numpy()  # type: ignore[no-any-return]
 
-
-def decode(
-    fmt: Format | BlockFormat, parts: Parts, axis: int, out: np.ndarray, kind: str = ""
-) -> None:
-    tensors = Parts(*(None if p is None else torch.from_numpy(np.asarray(p)) for p in parts))
-    kind = "bfloat16" if out.dtype == np.uint16 else out.dtype.name
-    _into(out, kind, lambda target: torch_.decode(fmt, tensors, axis, target))
+    def decode(
+        self, fmt: Format | BlockFormat, parts: Parts, axis: int, out: np.ndarray, kind: str = ""
+    ) -> None:
+        tensors = Parts(*(None if p is None else torch.from_numpy(np.asarray(p)) for p in parts))
+        kind = "bfloat16" if out.dtype == np.uint16 else out.dtype.name
+        _into(out, kind, lambda target: self.module.decode(fmt, tensors, axis, target))

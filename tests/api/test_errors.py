@@ -89,9 +89,11 @@ def test_bad_arguments_of_tensors(x: Any, fmt: Any, options: Any, error: type, w
 
 
 @pytest.mark.parametrize("name", ["triton", "hardware"])
-def test_absent_backends_say_why(name: str) -> None:
-    with pytest.raises(fpemu.BackendError, match=rf"{name}.*\."):
-        fpemu.quantize(X, "e4m3", backend=name)
+def test_gpu_backends_say_why(name: str) -> None:
+    """Arrays in host memory are not for them."""
+    for call in (fpemu.quantize, fpemu.encode):
+        with pytest.raises(fpemu.BackendError, match=rf"{name}.*\."):
+            call(X, "e4m3", backend=name)
 
 
 @pytest.mark.parametrize(
