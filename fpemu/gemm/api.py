@@ -1,7 +1,7 @@
 """`matmul`: arguments into a `Request`, a backend, and the result in the caller's container.
 
-Everything but the product itself is done in numpy on the host, also for tensors on a device: it is
-linear in the operands, and the bits are then the same by construction.
+Everything but the product itself is linear in the operands and done in numpy on the host, or, for
+tensors whose backend takes them where they are, by the same operations in torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from fpemu.casting import value_table
 from fpemu.encoded import Encoded
 from fpemu.errors import BackendError, unknown
 from fpemu.formats import FP32, BlockFormat, Format
-from fpemu.gemm import recipes
+from fpemu.gemm import recipes, tensors
 from fpemu.gemm.recipes import Recipe
 from fpemu.gemm.request import Operand, Request, Scales, split_scales
 from fpemu.gemm.units import OUTPUTS, Unit, get_unit
 
 BACKENDS = {
     "numba": "fpemu.gemm.numba_",
+    "triton": "fpemu.gemm.triton_",
     "torch": "fpemu.gemm.torch_",
     "oracle": "fpemu.gemm.oracle_",
 }
@@ -73,8 +74,8 @@ def matmul(
     scale_a, scale_b, bias, scale_result, split_k
         Arguments of recipes: float32 dequantization factors (scalars, per row and column, or per
         block of 128), float32 (N,), the factor of an FP8 result, the number of splits of K.
-    backend : {"numba", "torch", "oracle"}, optional
-        Force one. The bits are the same.
+    backend : {"numba", "triton", "torch", "oracle"}, optional
+        Force one. The bits are the same. Default: triton for tensors on a GPU, numba else.
     progress : bool, optional
         A bar on stderr once a product takes more than three seconds; default: on a terminal.
 
@@ -122,17 +123,18 @@ def matmul(
     check_out(row, out, plan)
     for x in (left, right):
         _check_place_for_scales(row, plan, x)
+    module = _backend(row, backend, left.device)
+    left.stays = right.stays = left.device is not None and getattr(module, "TAKES_TENSORS", False)
     lead, request = build_request(row, out if plan is None else "fp32", left, right, c)
     request.progress = progress
-    module = _backend(row, backend, left.device)
 
-    def run(request: Request) -> np.ndarray:
+    def run(request: Request) -> Any:
         d = module.run(request, left.device)
         for count, x, operand, element in zip(
             request.bad, (left, right), (request.a, request.b), (row.a, row.b), strict=True
         ):
             if count:
-                raise not_values(x.name, count, operand.values.size, element)
+                raise not_values(x.name, count, prod(operand.values.shape), element)
         return d
 
     with _ieee_mode(), np.errstate(all="ignore"):
@@ -152,31 +154,29 @@ def matmul(
             others = _float32(bias, "bias"), _float32(scale_result, "scale_result")
             d = recipes.run(plan, request, run, lead, scales, *others, split_k, out)
             d = _rounded(d, out)
-    return left.container(d.reshape(*lead, left.shape[-2], right.shape[-1]))
+    return left.container(d.reshape((*lead, left.shape[-2], right.shape[-1])))
 
 
 # Arguments -----------------------------------------------------------------------------------------
 
 
 class Array:
-    """An operand: its data as a host array, and the container that the result goes into."""
+    """An operand, and the container that the result goes into."""
 
     def __init__(self, x: Any, name: str) -> None:
         self.name = name
         self.encoded = x if isinstance(x, Encoded) else None
-        data = x if self.encoded is None else self.encoded.codes
-        torch = sys.modules.get("torch")
+        self.data = x if self.encoded is None else self.encoded.codes
         self.device = None
-        if torch is not None and isinstance(data, torch.Tensor):
-            self.device = data.device
-            data = data.detach()
-            if str(data.dtype).startswith(("torch.bfloat16", "torch.float8")):
-                data = data.to(torch.float32)
-            data = data.cpu().numpy()
+        self.stays = False  # whether a tensor's steps are done where it is
+        if tensors.is_tensor(self.data):
+            self.data = self.data.detach()
+            self.device = self.data.device
+        else:
+            self.data = np.asarray(self.data)
         self.kind = "a numpy array" if self.device is None else f"a tensor on {self.device}"
-        self.data = np.asarray(data)
-        self.shape = self.data.shape
-        if self.data.ndim < 2:
+        self.shape = tuple(self.data.shape)
+        if len(self.shape) < 2:
             fix = "a[None, :]" if name == "a" else "b[:, None]"
             raise ValueError(
                 f"matmul: {name} has shape {self.shape}; a is (..., M, K) and b is (..., K, N)."
@@ -187,26 +187,55 @@ class Array:
     def tensor_scale(self) -> Any:
         return None if self.encoded is None else self.encoded.tensor_scale
 
-    def values(self, element: Format) -> np.ndarray:
+    def host(self) -> np.ndarray:
+        """The data as an array; 8-bit and bfloat16 floats as float32."""
+        x = self.data
+        if self.device is None:
+            return x
+        if str(x.dtype).startswith(("torch.bfloat16", "torch.float8")):
+            x = x.float()
+        return x.cpu().numpy()
+
+    def values(self, element: Format) -> Any:
         """float32 values, contiguous."""
         if self.encoded is None:
-            return _float32(self.data, self.name, element)
+            if not self.stays:
+                return _float32(self.host(), self.name, element)
+            _check_numbers(self.data, self.name)
+            single, wrong = tensors.single(self.data)
+            if wrong:
+                raise not_values(self.name, wrong, self.data.numel(), element)
+            return single
+        codes = self.data if self.stays else self.host()
         if element.bits > 16:
-            return np.ascontiguousarray(self.data.view(np.float32))
-        return value_table(element)[self.data]
+            return tensors.as_floats(codes, element.bits)
+        return tensors.lookup(value_table(element), codes)
 
-    def container(self, d: np.ndarray) -> Any:
-        if self.device is None:
+    def container(self, d: Any) -> Any:
+        if self.device is None or self.stays:
             return d
         return sys.modules["torch"].from_numpy(d).to(self.device)
+
+
+def _check_numbers(x: Any, name: str) -> None:
+    kind = str(x.dtype)
+    if x.dtype.is_complex or kind == "torch.bool":
+        raise not_numbers(name, kind)
+
+
+def not_numbers(name: str, dtype: Any) -> TypeError:
+    return TypeError(
+        f"matmul: {name} has dtype {dtype}; real floating-point and integer arrays are allowed."
+        " Convert it first."
+    )
 
 
 def _float32(x: Any, name: str, element: Format = FP32) -> Any:
     """An argument as a contiguous float32 array with the same values."""
     if x is None:
         return None
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
+    if tensors.is_tensor(x):
+        torch = sys.modules["torch"]
         x = (
             x.detach()
             .to(torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -215,10 +244,7 @@ def _float32(x: Any, name: str, element: Format = FP32) -> Any:
         )
     data = np.asarray(x)
     if data.dtype.kind not in "fiu" and not data.dtype.name.startswith(("bfloat", "float")):
-        raise TypeError(
-            f"matmul: {name} has dtype {data.dtype}; real floating-point and integer arrays are"
-            " allowed. Convert it first."
-        )
+        raise not_numbers(name, data.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         single = np.ascontiguousarray(data, dtype=np.float32)
         if data.dtype.itemsize > 2 and data.dtype != np.float32:
@@ -283,7 +309,7 @@ def build_request(
         _operand(unit, right, unit.b, -2, lead, size),
     )
     shape = (*lead, left.shape[-2], right.shape[-1])
-    start = np.zeros(shape, np.float32) if c is None else _start(c, out, shape)
+    start = _start(c, out, shape, a.values)
     return lead, Request(unit, out, a, b, start.reshape(prod(lead), *shape[-2:]))
 
 
@@ -298,19 +324,26 @@ def _operand(
     return Operand(values, np.ascontiguousarray(index).ravel(), scales)
 
 
-def _start(c: Any, out: str, shape: tuple[int, ...]) -> np.ndarray:
-    """C as float32 values of the output type."""
-    start = _float32(c, "c")
+def _start(c: Any, out: str, shape: tuple[int, ...], values: Any) -> Any:
+    """C as float32 values of the output type, where `values` are."""
+    if c is None:
+        return tensors.zeros(shape, values)
+    if tensors.is_tensor(c) and tensors.is_tensor(values):
+        start = tensors.single(c.detach().to(values.device))[0]
+    else:
+        start = tensors.like(_float32(c, "c"), values)
     if out == "fp16":
-        with np.errstate(over="ignore"):
-            start = start.astype(np.float16).astype(np.float32)
+        start = tensors.half(start)
     try:
-        return np.ascontiguousarray(np.broadcast_to(start, shape))
+        fits = np.broadcast_shapes(start.shape, shape) == shape
     except ValueError:
+        fits = False
+    if not fits:
         raise ValueError(
-            f"matmul: c has shape {start.shape}; it must broadcast to the result's, {shape}."
+            f"matmul: c has shape {tuple(start.shape)}; it must broadcast to the result's, {shape}."
             " Leave c out for zero."
-        ) from None
+        )
+    return tensors.spread(start, shape)
 
 
 def _check_format(unit: Unit, x: Array, element: Format, axis: int) -> None:
@@ -383,13 +416,15 @@ def _scales(unit: Unit, x: Array, axis: int, size: int) -> Scales:
         shape = (rows, blocks) if axis == -1 else (blocks, cols)
         return split_scales(np.ones((prod(lead), *shape), np.float32), unit.scale, size)
     codes = x.encoded.scales
-    codes = np.asarray(codes if x.device is None else codes.cpu())
+    if x.device is not None and not x.stays:
+        codes = codes.cpu().numpy()
     if fmt.is_2d:  # one scale per tile: the same for each of its rows
         across = -1 if axis == -2 else -2
-        codes = codes.repeat(size, across)
+        codes = tensors.repeat(codes, size, across)
         codes = codes[..., :rows, :] if axis == -1 else codes[..., :cols]
-    values = value_table(unit.scale)[codes].reshape(prod(lead), *codes.shape[-2:])
-    return split_scales(values, unit.scale, size)
+    codes = codes.reshape(prod(lead), *codes.shape[-2:])
+    table = split_scales(value_table(unit.scale), unit.scale, size)
+    return Scales(tensors.lookup(table.sig, codes), tensors.lookup(table.exp, codes), size)
 
 
 def _ieee_mode() -> Any:
@@ -414,11 +449,11 @@ def _backend(unit: Unit, forced: str | None, device: Any) -> Any:
         if forced
         else ["numba", "torch", "oracle"]
         if on_host
-        else ["torch", "numba", "oracle"]
+        else ["triton", "torch", "numba", "oracle"]
     )
     reason: str | None = None
     for name in order:
-        needs = name if name in ("numba", "torch") else "numpy"
+        needs = "numpy" if name == "oracle" else name
         if find_spec(needs) is None:
             reason = f"{needs} is not installed"
             continue
@@ -431,11 +466,6 @@ def _backend(unit: Unit, forced: str | None, device: Any) -> Any:
     )
 
 
-def _rounded(d: np.ndarray, out: str) -> np.ndarray:
+def _rounded(d: Any, out: str) -> Any:
     """D in the type of the result, with its canonical NaN."""
-    result = d.astype(np.float16) if out == "fp16" else d
-    nan = np.isnan(d)
-    if nan.any():
-        result = np.ascontiguousarray(result)
-        result.view(np.uint16 if out == "fp16" else np.uint32)[nan] = NAN.get(out, NAN["fp32"])
-    return result
+    return tensors.result(d, out == "fp16", NAN.get(out, NAN["fp32"]))

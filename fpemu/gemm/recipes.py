@@ -19,6 +19,7 @@ import numpy as np
 
 from fpemu.errors import unknown
 from fpemu.gemm.request import Operand, Request
+from fpemu.gemm.tensors import like, take
 from fpemu.gemm.units import Unit
 
 OUTPUTS = ("fp32", "fp16", "bf16", "e4m3", "e5m2")
@@ -129,7 +130,7 @@ class Given(NamedTuple):
 def run(
     recipe: Recipe,
     request: Request,
-    product: Callable[[Request], np.ndarray],
+    product: Callable[[Request], Any],
     lead: tuple[int, ...],
     given: list[Given],
     bias: np.ndarray | None,
@@ -157,21 +158,21 @@ def run(
         )  # fmt: skip
     acc = _splits(recipe, replace(request, period=recipe.period), product, split_k)
     if recipe.scaling == "rows":
-        column = _factor(b, "scale_b", cols).reshape(1, -1)
-        y = (_factor(a, "scale_a", rows).reshape(-1, 1) * (column * acc)).astype(np.float32)
+        column = like(_factor(b, "scale_b", cols).reshape(1, -1), acc)
+        y = like(_factor(a, "scale_a", rows).reshape(-1, 1), acc) * (column * acc)
     elif recipe.scaling == "tensor":
         alpha = _factor(a, "scale_a", 1) * _factor(b, "scale_b", 1)
-        y = acc * alpha
+        y = acc * like(alpha, acc)
     else:
         y = acc
-    y = y + np.float32(0)  # -0 becomes +0
+    y = y + 0.0  # -0 becomes +0
     if bias is not None:
         if bias.shape != (cols,):
             raise ValueError(
                 f"matmul: bias has shape {bias.shape}; it is added to each row, so it must be"
                 f" ({cols},). Leave bias out for none."
             )
-        y = y + bias
+        y = y + like(bias, acc)
     return _into(y, out, scale_result)
 
 
@@ -229,8 +230,8 @@ def _block_factors(
 
 
 def _splits(
-    recipe: Recipe, request: Request, product: Callable[[Request], np.ndarray], splits: int
-) -> np.ndarray:
+    recipe: Recipe, request: Request, product: Callable[[Request], Any], splits: int
+) -> Any:
     """The accumulator: one product, or one per split of K, added in float32."""
     if not isinstance(splits, int) or splits < 1:
         raise ValueError(
@@ -258,8 +259,8 @@ def _splits(
         k = np.flatnonzero(np.repeat(split_of == s, recipe.tile)[:depth])
         a, b = request.a, request.b
         parts.append(product(replace(
-            request, a=replace(a, values=np.ascontiguousarray(a.values[:, :, k])),
-            b=replace(b, values=np.ascontiguousarray(b.values[:, k])),
+            request, a=replace(a, values=take(a.values, k, 2)),
+            b=replace(b, values=take(b.values, k, 1)),
         )))  # fmt: skip
     while len(parts) > 1:
         if recipe.pairwise:
@@ -270,10 +271,10 @@ def _splits(
     return parts[0]
 
 
-def _into(y: np.ndarray, out: str, scale_result: np.ndarray | None) -> np.ndarray:
+def _into(y: Any, out: str, scale_result: np.ndarray | None) -> Any:
     """The float32 result rounded (a second time) into the output's format, as float32 values."""
     if out in ("e4m3", "e5m2"):
-        y = y * _factor(scale_result, "scale_result", 1)
+        y = y * like(_factor(scale_result, "scale_result", 1), y)
     elif scale_result is not None:
         raise ValueError(
             f"matmul: scale_result is given for out={out!r}; only an FP8 result is scaled. Leave it out."

@@ -103,6 +103,23 @@ def test_concurrent_calls() -> None:
 # Layout and containers -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("fmt", "unit"),
+    [("fp16", "hopper.wgmma.fp16"), ("bf16", "hopper.wgmma.bf16"), ("tf32", "hopper.wgmma.tf32"),
+     ("fp32", "fp32.fma"), ("e4m3", "hopper.wgmma.e4m3")],
+)  # fmt: skip
+def test_codes_are_their_values(fmt: str, unit: str) -> None:
+    """An Encoded operand of an element format multiplies as the array of its values."""
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).standard_normal((5, 40), np.float32)
+    y = np.random.default_rng(1).standard_normal((40, 7), np.float32)
+    a, b = fpemu.encode(x, fmt), fpemu.encode(y, fmt)
+    want = matmul(a.decode(), b.decode(), unit=unit)
+    assert_same_bits(matmul(a, b, unit=unit), want)
+    given = (fpemu.encode(torch.from_numpy(t), fmt) for t in (x, y))
+    assert_same_bits(matmul(*given, unit=unit).numpy(), want)
+
+
 @pytest.mark.parametrize("name", ["hopper.wgmma.e4m3", "blackwell.mma_sync.e5m2", "fp32.fma"])
 @pytest.mark.parametrize(
     "lead", [((), ()), ((3,), ()), ((), (3,)), ((3,), (3,)), ((2, 1), (1, 3)), ((0,), ())]
