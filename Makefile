@@ -14,7 +14,7 @@ PINNED := pyproject.toml constraints.txt
 # One CPU-bound process at a time: targets run in the order given, even under make -j.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help underflow test check format bench exhaustive peers differential evidence clean
+.PHONY: help underflow test check format bench hardware exhaustive peers differential evidence clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,10 @@ format: $(VENV)/.dev  ## rewrite the code in the project's format
 bench: $(VENV)/.test  ## speed against a memory copy and against peers
 	@$(RUN) benchmarks/bench_core.py $(ARGS)
 	@$(RUN) benchmarks/bench_gemm.py
+
+hardware: $(VENV)/.test  ## on a GPU: compare every path with it, then measure (10 min)
+	@$(RUN) -m fpemu verify $(ARGS)
+	@$(RUN) benchmarks/bench_gpu.py
 
 exhaustive: $(VENV)/.test  ## all 2^32 float32 patterns (minutes per format)
 	@$(RUN) -m pytest -m exhaustive -s $(ARGS)

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from fpemu import formats
 from fpemu.cvt import FORMS
 from fpemu.gemm.recipes import RECIPES
 from fpemu.gemm.units import UNITS
+from fpemu.hw import gemms
+from fpemu.hw.instructions import INSTRUCTIONS, ROUNDINGS, Instruction
 from fpemu.labels import LABELS, Evidence
 
 RECORD = ROOT / "results" / "differential.json"
+HARDWARE = ROOT / "results" / "hardware"
 DATA = ROOT / "fpemu" / "evidence.json"
 PAGE = ROOT / "docs" / "evidence.md"
 
@@ -48,16 +52,10 @@ UNRUN = {
 }
 _READ = "kernels or code read and not run"
 
-#: Cast instructions: the cast that fpemu takes them to be (format, rounding, overflow).
-CASTS = {
-    **{f"cvt.{r}.{f}.f32": (n, {"rn": "rne", "rz": "rtz"}[r], "nonsat")
-       for f, n in (("f16", "fp16"), ("bf16", "bf16")) for r in ("rn", "rz")},
-    "cvt.rna.tf32.f32": ("tf32", "rna", "nonsat"),
-    "cvt.rn.tf32.f32": ("tf32", "rne", "nonsat"),
-    "cvt.rz.tf32.f32": ("tf32", "rtz", "nonsat"),
-    **{f"cvt.rn.satfinite.{f}x2.f32": (f, "rne", "sat")
-       for f in ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")},
-}  # fmt: skip
+#: Overflow of a cast instruction in words of `quantize`.
+_OVERFLOW = {True: "sat", False: "nonsat"}
+#: Paths of results/hardware/ that run single matrix instructions.
+_SINGLE = ("mma.sync", "tl.dot", "tl.dot_scaled")
 
 
 def element_rows() -> Iterator[Evidence]:
@@ -170,6 +168,7 @@ def why_excepted(record: dict[str, Any], name: str) -> str:
 
 
 def unit_rows() -> Iterator[Evidence]:
+    probed = {row.unit for row in gemms.rows((10, 0)) if row.single}
     for name, unit in UNITS.items():
         label, _, rest = unit.evidence.partition(": ")
         if label == "hardware-verified":
@@ -185,9 +184,9 @@ def unit_rows() -> Iterator[Evidence]:
         elif label == "spec-verified":
             yield Evidence(name, label, "exact rational arithmetic", source=unit.source)
         else:
-            yield Evidence(
-                name, "model", "the formula of a source; no recordings", source=unit.source
-            )
+            unrun = "; its probe assembled, not run" if name in probed else ""
+            what = f"the formula of a source; no recordings{unrun}"
+            yield Evidence(name, "model", what, source=unit.source)
 
 
 def recipe_rows() -> Iterator[Evidence]:
@@ -200,21 +199,73 @@ def recipe_rows() -> Iterator[Evidence]:
 
 
 def cast_rows() -> Iterator[Evidence]:
-    for name, (fmt, rounding, overflow) in CASTS.items():
-        yield Evidence(
-            name, "model", "as the PTX ISA describes it; no GPU was run", source="PTX ISA 9.0, cvt",
-            note=f"quantize(x, {fmt!r}, rounding={rounding!r}, overflow={overflow!r})",
-        )  # fmt: skip
+    for name, row in INSTRUCTIONS.items():
+        if not row.random:
+            yield Evidence(
+                name, "model", _unrun_cast(row), source="PTX ISA 9.1, cvt", note=_cast_note(row)
+            )
     for name, form in FORMS.items():
         label, _, what = form.evidence.partition(": ")
         assert label == "model", name
+        unrun = "" if "/" in name else "assembled, not run; "
         yield Evidence(
-            f"cvt.rs.{name}",
-            "model",
-            what,
-            source="PTX ISA 9.0, cvt",
+            f"cvt.rs.{name}", "model", unrun + what, source="PTX ISA 9.1, cvt",
             note=f"cvt_rs(x, {name!r}, rbits)",
-        )
+        )  # fmt: skip
+
+
+def _unrun_cast(row: Instruction) -> str:
+    if "sm_90" in row.targets:
+        return "as the PTX ISA describes it; no GPU was run"
+    return "assembled, not run; as the PTX ISA describes it"
+
+
+def _cast_note(row: Instruction) -> str:
+    """The call that is the same cast, where one is; else what the answer rests on."""
+    if row.relu or row.packed or row.destination == "e8m0":
+        return row.source_note
+    options = f"rounding={ROUNDINGS[row.rounding]!r}, overflow={_OVERFLOW[row.satfinite]!r}"
+    return f"quantize(x, {row.destination!r}, {options})"
+
+
+# Records of GPUs -----------------------------------------------------------------------------------
+
+
+def hardware() -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Name -> (GPU, row of a record of `fpemu verify`): cast instructions by what evidence calls
+    them, matrix instructions by unit."""
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for path in sorted(HARDWARE.glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        gpu = record["gpu"]["name"].removeprefix("NVIDIA ")
+        for row in record["rows"]:
+            if row["inputs"] and row["part"] == "casts":
+                name = row["name"]
+                if INSTRUCTIONS[name].random:
+                    name = f"cvt.rs.{INSTRUCTIONS[name].form}"
+                found.setdefault(name, []).append((gpu, row))
+            elif row["inputs"] and row["path"] in _SINGLE:
+                found.setdefault(row["unit"], []).append((gpu, row))
+    return found
+
+
+def with_hardware(row: Evidence, runs: list[tuple[str, dict[str, Any]]]) -> Evidence:
+    """A row with what GPUs gave: a label where all of it is equal, a remark where it is not."""
+    differ = [
+        f"{gpu}, {run['name']}: {run['different']:,} of {run['inputs']:,} differ"
+        for gpu, run in runs
+        if run["different"] or run.get("failed")
+    ]
+    if differ or not runs:
+        notes = [row.note, *differ] if row.note else differ
+        return replace(row, note="; ".join(notes))
+    gpus = ", ".join(dict.fromkeys(gpu for gpu, _ in runs))
+    paths = " and ".join(dict.fromkeys(run["path"] for _, run in runs))
+    before = [row.what] if row.label == "hardware-verified" else []
+    return replace(
+        row, label="hardware-verified", what="; ".join([*before, f"{paths} on {gpus}"]),
+        count=row.count + sum(run["inputs"] for _, run in runs), of=row.of or "inputs",
+    )  # fmt: skip
 
 
 # Output --------------------------------------------------------------------------------------------
@@ -222,9 +273,10 @@ def cast_rows() -> Iterator[Evidence]:
 
 def rows(record: dict[str, Any]) -> dict[str, Evidence]:
     found: dict[str, Evidence] = {}
+    runs = hardware()
     for row in (*element_rows(), *block_rows(record), *unit_rows(), *recipe_rows(), *cast_rows()):
         assert row.label in LABELS and row.name not in found, row.name
-        found[row.name] = row
+        found[row.name] = with_hardware(row, runs.get(row.name, []))
     return found
 
 
@@ -246,7 +298,8 @@ HEAD = """# What each name rests on
 `fpemu.evidence(name)` gives a row of this page; the page and that table are made from records
 (`make evidence`), and tests fail where they claim more than the records show.
 
-* **hardware-verified**: equal to recorded outputs of that GPU, bit for bit.
+* **hardware-verified**: equal to recorded outputs of that GPU, bit for bit; or run on it beside the emulator
+  (`fpemu verify`, results/hardware/), with no bit different.
 * **library-verified**: equal to that version of the library, which was run on a CPU: scale bytes, codes
   and, where it says so, decoded values, at zero tolerance.
 * **spec-verified**: equal to exact rational arithmetic by the published definition.

@@ -504,17 +504,46 @@ def identify(
 
 @app.command()
 def verify(
-    pattern: Annotated[str, typer.Argument(help="Which formats, such as 'nvfp4*'.")] = "*",
-    values: Annotated[int, typer.Option(min=64, help="Values per format.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Seed of the random values.")] = 0,
+    pattern: Annotated[
+        str, typer.Argument(help="Which formats or instructions, such as 'nvfp4*'.")
+    ] = "*",
+    only: Annotated[
+        str, typer.Option(help="One part: casts, quantize, gemm, or cpu (needs no GPU).")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer inputs: half a minute.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All 2^32 float32 patterns.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="The record. Default: results/hardware/<gpu>-<date>.json."),
+    ] = None,
+    values: Annotated[int, typer.Option(min=64, help="Values per format, for cpu.")] = 2048,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random values.")] = 0,
 ) -> None:
-    """Check this machine's software against exact arithmetic.
+    """Run the emulator and this GPU on the same inputs; count the bits that differ.
 
-    Casts hard values (ties and their neighbours, subnormals, specials, random bits) by every
-    rounding with the numba and torch backends, and counts the results whose bits are not the
-    oracle's, which computes with rationals. Conversions in hardware are not part of it. Exit code
-    1 where a bit differs.
+    Every cast instruction that the GPU has, the Triton kernels, single matrix instructions and the
+    products of PyTorch, all beside the emulator; what TransformerEngine and FlashInfer compute,
+    where they are installed. Writes a record. Exit code 0 where all is equal that fpemu claims, 1
+    where it is not, 3 where there is no GPU: then it lists what it would run.
+
+    --only cpu checks this machine's CPU kernels against exact arithmetic.
     """
+    with _one_line_errors():
+        if only not in ("", "cpu", "casts", "quantize", "gemm"):
+            raise ValueError(
+                f"verify: --only is {only!r}; casts, quantize, gemm and cpu are allowed. Leave it"
+                " out for all that needs a GPU."
+            )
+        if quick and full:
+            raise ValueError("verify: --quick and --full are both given; choose one.")
+    if only == "cpu":
+        _verify_cpu(pattern, values, seed)
+    else:
+        _verify_gpu(pattern, only, "quick" if quick else "full" if full else "default", json, seed)
+
+
+def _verify_cpu(pattern: str, values: int, seed: int) -> None:
+    """Hard values by every rounding with the CPU's backends, against the oracle's rationals."""
     from fpemu.selfcheck import BACKENDS, check
 
     with _one_line_errors():
@@ -547,6 +576,63 @@ def verify(
         raise typer.Exit(1)
     names = " and ".join(sorted(checked))
     typer.echo(f"Bits equal to exact arithmetic: {names}. No hardware was involved.")
+
+
+def _verify_gpu(pattern: str, only: str, budget: str, record: Path | None, seed: int) -> None:
+    from fpemu.hw import device, verify
+
+    parts = (only,) if only else verify.PARTS
+    with _one_line_errors():
+        gpu = device.gpu()
+        if gpu is None or gpu.triton is None:
+            why = "Triton is not installed. Install triton."
+            why = why if gpu is not None else device.why_none() or why
+            _list_plan(list(verify.plan(parts, pattern)), pattern, why)
+            raise typer.Exit(3)
+        report = verify.Report(gpu, parts, verify.BUDGETS[budget], pattern, seed)
+        path = record or report.default_path()
+        typer.echo(f"{gpu}: driver {gpu.driver}, CUDA {gpu.cuda}, cuBLAS {gpu.cublas},")
+        typer.echo(f"PyTorch {gpu.torch}, Triton {gpu.triton}")
+        typer.echo(verify.HEADING)
+        with _spinner() as show:
+            session = verify.Session(gpu, show=show)
+            for row in verify.verify(session, parts, report.budget, pattern, seed):
+                if not report.rows or report.rows[-1].path != row.path:
+                    typer.echo(row.path)
+                report.rows.append(row)
+                report.write(path)  # what there is, should the rest be cut short
+                for line in verify.lines(row):
+                    typer.echo(line)
+        if not report.rows:
+            raise ValueError(f"verify: nothing of {gpu} matches {pattern!r}; try '*'.")
+        report.complete = True
+        report.write(path)
+    compared = report.compared
+    inputs = sum(row.inputs for row in compared)
+    typer.echo(f"{len(compared)} rows and {inputs:,} results compared; record: {path}")
+    loose = sum(row.different > 0 for row in compared if not row.must)
+    if loose:
+        typer.echo(f"{loose} rows of other libraries differ from their models: see above.")
+    if report.bad:
+        typer.echo(f"FAILED: {len(report.bad)} rows that must be equal are not:")
+        for row in report.bad:
+            typer.echo(f"  {row.path}: {row.name}")
+        raise typer.Exit(1)
+    if not any(row.must for row in compared):
+        typer.echo("FAILED: nothing that must be equal could be compared.")
+        raise typer.Exit(1)
+    typer.echo("Equal, bit for bit: all that fpemu claims.")
+
+
+def _list_plan(plan: list[str], pattern: str, why: str) -> None:
+    """What a GPU would be asked, and why none is."""
+    if not any(line.startswith(" ") for line in plan):
+        raise ValueError(f"verify: nothing matches {pattern!r}; try '*'.")
+    typer.echo("With a GPU this would be compared with the emulator, bit for bit:")
+    for line in plan:
+        typer.echo(line)
+    typer.echo(f"Nothing was run: {why}")
+    typer.echo("The CPU's kernels can be checked here: fpemu verify --only cpu")
 
 
 # report ------------------------------------------------------------------------------------------

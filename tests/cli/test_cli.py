@@ -132,7 +132,7 @@ def test_inspect_reads_every_kind_of_tensor(tmp_path: Path) -> None:
 
 
 def test_verify_finds_no_difference() -> None:
-    out = run("verify", "mxfp4", "--values", "512")
+    out = run("verify", "--only", "cpu", "mxfp4", "--values", "512")
     words = next(line.split() for line in out.splitlines() if line.startswith("mxfp4"))
     assert words[2:] == ["0", "0"]
     assert int(words[1].replace(",", "")) > 2 * 512
@@ -150,7 +150,7 @@ def test_verify_finds_a_planted_difference(monkeypatch: pytest.MonkeyPatch, name
         return tuple(parts)
 
     monkeypatch.setattr(selfcheck, "_outputs", planted)
-    out = run("verify", name, "--values", "64", code=1)
+    out = run("verify", "--only", "cpu", name, "--values", "64", code=1)
     words = next(line.split() for line in out.splitlines() if line.startswith(name))
     assert words[2:] == ["0", "8"]  # one for each rounding
     assert "FAILED: 8 results differ" in out
@@ -165,7 +165,7 @@ def test_verify_says_so_when_nothing_was_checked(monkeypatch: pytest.MonkeyPatch
         raise fpemu.BackendError(f"no {backend} here")
 
     monkeypatch.setattr(selfcheck, "_outputs", absent)
-    out = run("verify", "e4m3", "--values", "64", code=1)
+    out = run("verify", "--only", "cpu", "e4m3", "--values", "64", code=1)
     assert "numba: not checked: no numba here" in out
     assert "no backend could be checked" in out
 
@@ -187,7 +187,8 @@ BAD = {
     "no file": (("inspect", "nowhere.npy"), "no file 'nowhere.npy'"),
     "suffix": (("inspect", "pyproject.toml"), r"'\.toml'; allowed: \.npy"),
     "inspect format": (("inspect", "x.npy", "-f", "nvfp4,mxfp5"), "unknown format 'mxfp5'"),
-    "verify": (("verify", "nvfp5"), "Did you mean 'nvfp4'"),
+    "verify": (("verify", "--only", "cpu", "nvfp5"), "Did you mean 'nvfp4'"),
+    "verify part": (("verify", "--only", "gpu"), "casts, quantize, gemm and cpu are allowed"),
 }
 
 

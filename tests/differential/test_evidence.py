@@ -18,6 +18,7 @@ from fpemu import labels
 from fpemu.cvt import FORMS
 from fpemu.formats import E2M1, BlockFormat
 from fpemu.gemm import get_unit, list_recipes, list_units
+from fpemu.hw.instructions import INSTRUCTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +47,8 @@ def test_table_and_page_are_made_from_the_record(record: dict[str, Any]) -> None
 
 
 def test_every_name_has_evidence() -> None:
-    names = {*fpemu.list_formats(), *list_units(), *list_recipes(), *make.CASTS}
+    names = {*fpemu.list_formats(), *list_units(), *list_recipes()}
+    names |= {name for name, row in INSTRUCTIONS.items() if not row.random}
     names |= {f"cvt.rs.{form}" for form in FORMS}
     assert set(labels.table()) == names
     for row in labels.table().values():
@@ -102,12 +104,45 @@ def test_hardware_claims_are_the_recorded_sets() -> None:
     recorded: dict[str, int] = {}
     for gpu, fmt, out in sets():
         recorded[unit_of(gpu, fmt, out)] = recorded.get(unit_of(gpu, fmt, out), 0) + 1000
+    runs = make.hardware()
     for name in list_units():
         row = fpemu.evidence(name)
-        assert row.count == recorded.get(name, 0)
-        assert (row.label == "hardware-verified") == (name in recorded)
-        assert get_unit(name).evidence.startswith(row.label)
+        run = [r for _, r in runs.get(name, [])]
+        equal = not any(r["different"] or r.get("failed") for r in run)
+        assert row.count == recorded.get(name, 0) + sum(r["inputs"] for r in run if equal)
+        assert (row.label == "hardware-verified") == (name in recorded or bool(run and equal))
+        assert get_unit(name).evidence.startswith(row.label) or run
     assert sum(recorded.values()) == 44_000
+
+
+def test_a_record_of_a_gpu_turns_labels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Equal rows make a name hardware-verified with counts; one that differs only adds a remark."""
+    cast, unit = "cvt.rn.satfinite.e4m3x2.f32", "blackwell.tcgen05.e4m3"
+    assert fpemu.evidence(cast).label == "model"
+    assert "assembled, not run" in fpemu.evidence("cvt.rn.satfinite.e2m1x2.f32").what
+    equal = {"different": 0, "inputs": 1000}
+    rows = [
+        {"part": "casts", "path": "cvt", "name": cast, **equal},
+        {"part": "casts", "path": "cvt", "name": "cvt.rn.f16.f32", "different": 2, "inputs": 9},
+        {"part": "casts", "path": "cvt", "name": "cvt.rs.satfinite.e2m1x4.f32", **equal},
+        {"part": "casts", "path": "cvt", "name": "cvt.rn.bf16.f32", "different": 0, "inputs": 0},
+        {"part": "gemm", "path": "tl.dot", "name": "x", "unit": unit, **equal},
+        {"part": "gemm", "path": "mma.sync", "name": "y", "unit": "hopper.mma_sync.e4m3", **equal},
+        {"part": "gemm", "path": "torch.mm", "name": "z", "unit": "hopper.wgmma.fp16", **equal},
+    ]
+    (tmp_path / "b200.json").write_text(json.dumps({"gpu": {"name": "NVIDIA B200"}, "rows": rows}))
+    monkeypatch.setattr(make, "HARDWARE", tmp_path)
+    table = make.rows(json.loads(make.RECORD.read_text(encoding="utf-8")))
+    assert (table[cast].label, table[cast].what) == ("hardware-verified", "cvt on B200")
+    assert (table[cast].count, table[cast].of) == (1000, "inputs")
+    assert table[unit].label == "hardware-verified" and table[unit].count == 1000
+    assert table["cvt.rs.e2m1x4"].label == "hardware-verified"
+    differs = table["cvt.rn.f16.f32"]
+    assert differs.label == "model" and "B200, cvt.rn.f16.f32: 2 of 9 differ" in differs.note
+    assert table["cvt.rn.bf16.f32"] == fpemu.evidence("cvt.rn.bf16.f32")  # did not run
+    before = fpemu.evidence("hopper.mma_sync.e4m3")
+    assert table["hopper.mma_sync.e4m3"].count == before.count + 1000
+    assert table["hopper.wgmma.fp16"] == fpemu.evidence("hopper.wgmma.fp16")  # a library's product
 
 
 def test_rows_and_aliases_are_accepted() -> None:
