@@ -22,8 +22,9 @@ help:  ## this list
 underflow: $(VENV)/.core  ## what underflows in FP16, FP8, MXFP4, NVFP4, on real gradients (5 min)
 	@$(RUN) experiments/underflow.py $(ARGS)
 
+# Several processes share the cores: a thread that waits must not spin.
 test: $(VENV)/.test  ## the whole test suite, doctests included
-	@$(RUN) -m pytest $(ARGS)
+	@OMP_WAIT_POLICY=passive $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types and the fast tests
 	@$(RUN) -m ruff format --check .
