@@ -2,6 +2,7 @@
 #
 #   make underflow ARGS="--quick"      arguments of the experiment
 #   make test ARGS="-k nvfp4 -x"       arguments of pytest
+#   make paper ARGS="--partial"        without what has no record yet
 #   make PYTHON=python3.12 test        another Python for .venv
 
 PYTHON ?= python3
@@ -14,7 +15,8 @@ PINNED := pyproject.toml constraints.txt
 # One CPU-bound process at a time: targets run in the order given, even under make -j.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help underflow test check format bench hardware exhaustive peers differential evidence clean
+.PHONY: help underflow test check format bench hardware exhaustive figures paper reproduce
+.PHONY: peers differential evidence clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -47,6 +49,15 @@ hardware: $(VENV)/.test  ## on a GPU: compare every path with it, then measure (
 exhaustive: $(VENV)/.test  ## all 2^32 float32 patterns (minutes per format)
 	@$(RUN) -m pytest -m exhaustive -s $(ARGS)
 
+figures: $(VENV)/.core  ## draw every figure from the committed records
+	@$(RUN) paper/draw.py $(ARGS)
+
+paper: $(VENV)/.core  ## build the paper from the committed records; needs LaTeX
+	@$(RUN) paper/build.py $(ARGS)
+
+reproduce: $(VENV)/.core  ## run every experiment anew, draw, build a local paper (2 hours)
+	@$(RUN) experiments/reproduce.py $(ARGS)
+
 peers: $(PEERS)/.peers  ## other libraries, in an environment of their own (.venv-peers)
 
 differential: $(VENV)/.test $(PEERS)/.peers  ## compare with them bit for bit; writes results/
@@ -57,7 +68,7 @@ evidence: $(VENV)/.test  ## make docs/evidence.md from the records
 	@$(RUN) docs/make_evidence.py
 
 clean:  ## remove both environments and every cache
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist paper/build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp appears when all of them are there; until then a second call tries the rest again.

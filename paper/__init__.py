@@ -1,0 +1,1 @@
+"""The paper: its text, the table behind its numbers, and what builds and checks both."""
