@@ -9,6 +9,18 @@ zero (underflow), which becomes subnormal, which is saturated, and the SQNR. It 
   (b) what scaling per tensor, per 128, 32 or 16 values changes
   (c) where the gradients' exponents lie, and where each format's range begins and ends
   (d) what stochastic rounding keeps, on average, of what rounding to nearest flushes
+  (e) which layers' gradients a format flushes, from the first step to the last
+
+Definitions, over all values of the tensors together (a layer's own share is the worst or in a
+heat map): q is the dequantized cast of x; a value of -0 counts as zero.
+
+  underflow       #{x != 0 and q == 0} / #{x != 0}
+  subnormal       #{0 < |code's value| < smallest normal} / #{x}
+  saturated       #{finite x whose scaled value exceeds the largest finite element} / #{x}
+  sqnr_db         10 log10(sum x^2 / sum (x-q)^2) over one layer's values where x and q are finite
+  kept            sum of |q| over the values that round-to-nearest flushes / sum of |x| over them
+  bias            (sum q - sum x) / sum |x|
+  magnitude_bias  sum (q - x) x / sum x^2
 
 With --tensor FILE it studies your own tensors instead: no training. Results: tables here, a
 record (JSON) in results/, figures in figures/ (drawn again by figures/underflow.py).
@@ -29,7 +41,7 @@ from typing import Any
 # Run from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments import harness, model  # before torch: sets how its threads wait
+from experiments import exponents, harness, model  # before torch: sets how its threads wait
 
 # isort: split
 
@@ -56,16 +68,15 @@ KINDS = {
 }
 GRADIENTS = ("gradient", "tensor")  # the kinds that (a), (c) and (d) look at
 
+#: As in the docstring above; records carry them. A null is a ratio without a denominator.
 DEFINITIONS = {
-    "underflow": "#{x != 0 and q == 0} / #{x != 0}; -0 counts as zero",
+    "underflow": "#{x != 0 and q == 0} / #{x != 0}",
     "subnormal": "#{0 < |code's value| < smallest normal} / #{x}",
     "saturated": "#{finite x whose scaled value exceeds the largest finite element} / #{x}",
-    "sqnr_db": "10 log10(sum x^2 / sum (x-q)^2) over one layer's values where x and q are finite;"
-    " null where nothing is lost, or nothing measured",
+    "sqnr_db": "10 log10(sum x^2 / sum (x-q)^2) over one layer's values where x and q are finite",
     "kept": "sum of |q| over the values that round-to-nearest flushes / sum of |x| over them",
     "bias": "(sum q - sum x) / sum |x|",
     "magnitude_bias": "sum (q - x) x / sum x^2",
-    "se": "standard error over draws of a stochastic rounding: sample deviation / sqrt(draws)",
 }
 
 FORMATS = (
@@ -80,11 +91,11 @@ ROUNDED = (
     "fp16", "e5m2", "e4m3", "fp8_tensor_e5m2", "fp8_tensor_e4m3",
     "mxfp8_e4m3", "mxfp4", "mxfp4/rceil", "nvfp4",
 )  # fmt: skip
-#: Histograms stop here; what lies below is counted in the lowest bin.
-LOWEST, HIGHEST = -64, 64
 #: Block lengths for the distance to the block's maximum; 0 is the whole tensor.
 DISTANCES = (0, 128, 32, 16)
-FARTHEST = 64
+#: Formats whose underflow in gradients is followed over training, layer by layer.
+COURSE = ("fp16", "e5m2", "fp8_tensor_e4m3", "mxfp4", "nvfp4")
+BLOCK = 16  # values of a block whose largest is followed, NVFP4's
 
 
 COUNTS = ("size", "zeros", "underflow", "subnormal", "saturated", "nan", "inf")
@@ -124,6 +135,15 @@ class Tally:
         }
 
 
+@dataclass
+class Part:
+    """The gradients of the layers of one name: zeros, exponents, and those of block maxima."""
+
+    zeros: int = 0
+    counts: Any = 0
+    maxima: Any = 0
+
+
 def ratio(part: float, whole: float) -> float:
     return float(part) / float(whole) if whole else 0.0
 
@@ -157,6 +177,8 @@ class Study:
     zeros: dict[tuple[int, str], int] = field(default_factory=dict)
     distances: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     rounded: dict[tuple[int, str], list[Drawn]] = field(default_factory=dict)
+    parts: dict[tuple[int, str], Part] = field(default_factory=dict)
+    course: dict[tuple[int, str], dict[str, float]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     streams: int = 0
 
@@ -168,19 +190,31 @@ class Study:
                 continue
             tally = self.tallies.setdefault((step, kind, fmt), Tally())
             tally.add(name, fpemu.stats(x, fmt))
-        histogram = self.exponents.setdefault(
-            (step, kind), np.zeros(HIGHEST - LOWEST + 1, np.int64)
-        )
-        histogram += exponent_counts(x)
-        self.zeros[step, kind] = self.zeros.get((step, kind), 0) + int((x == 0).sum())
+        counts = exponents.exponent_counts(x)
+        self.exponents[step, kind] = self.exponents.get((step, kind), 0) + counts
+        zeros = int((x == 0).sum())
+        self.zeros[step, kind] = self.zeros.get((step, kind), 0) + zeros
+        if kind == "gradient":
+            part = self.parts.setdefault((step, name.rpartition(".")[2]), Part())
+            part.zeros += zeros
+            part.counts = part.counts + counts
+            part.maxima = part.maxima + exponents.maximum_counts(x, BLOCK)
         if kind in GRADIENTS:
             for block in DISTANCES:
-                counts = self.distances.setdefault((step, block), np.zeros(FARTHEST + 1, np.int64))
-                counts += distance_counts(x, block)
+                far = exponents.distance_counts(x, block)
+                self.distances[step, block] = self.distances.get((step, block), 0) + far
             self.sweep_loss_scale(step, name, x)
             if deep:
                 self.round_both_ways(step, name, x)
         self.advance()
+
+    def follow(self, step: int, name: str, x: np.ndarray) -> None:
+        """Part (e): the gradient of one layer."""
+        for fmt in COURSE:
+            if fmt in self.formats:
+                stats = fpemu.stats(x, fmt)
+                share = ratio(stats.underflow, stats.size - stats.zeros)
+                self.course.setdefault((step, fmt), {})[name] = share
 
     def sweep_loss_scale(self, step: int, name: str, x: np.ndarray) -> None:
         """Part (a). Multiplying by 2**k is exact, so it equals scaling the loss by 2**k.
@@ -228,7 +262,7 @@ class Study:
                 "step": step,
                 "kind": kind,
                 "zeros": self.zeros[step, kind],
-                "lowest": LOWEST,
+                "lowest": exponents.LOWEST,
                 "counts": counts.tolist(),
             }
             for (step, kind), counts in self.exponents.items()
@@ -237,10 +271,21 @@ class Study:
             {"step": step, "block": block, "counts": counts.tolist()}
             for (step, block), counts in self.distances.items()
         ]
+        parts = [
+            {"step": step, "part": name, "zeros": part.zeros, "lowest": exponents.LOWEST,
+             "counts": part.counts.tolist(), "maxima": part.maxima.tolist()}
+            for (step, name), part in self.parts.items()
+        ]  # fmt: skip
+        course = [
+            {"step": step, "format": fmt, "underflow": [shares.get(n) for n in layers]}
+            for (step, fmt), shares in self.course.items()
+        ]
         return {
             **tables,
             "layers": list(layers),
             "histograms": histograms,
+            "parts": parts,
+            "course": course,
             "below_maximum": below,
             "skipped": self.skipped[:MOST_LAYERS],
             "formats": {
@@ -278,59 +323,6 @@ def times_power_of_two(x: np.ndarray, k: int) -> np.ndarray:
         x = x.astype(np.float64)
     with np.errstate(over="ignore"):  # a float64 beyond 2**1000 becomes infinity, and counts as one
         return x * x.dtype.type(2.0**k)
-
-
-# Histograms --------------------------------------------------------------------------------------
-
-PART = 1 << 18  # elements at a time: a histogram needs a few temporary arrays
-
-
-def float64_bits(x: np.ndarray) -> np.ndarray:
-    """Bits of |x| as float64, which are ordered as the values are; the exponent is above bit 52."""
-    return np.abs(x).astype(np.float64).view(np.int64)
-
-
-def exponent_counts(x: np.ndarray) -> np.ndarray:
-    """How many values lie in each binade ``[2**e, 2**(e+1))``, e from `LOWEST` to `HIGHEST`.
-
-    The first and the last bin also take what lies beyond; zeros, NaN and Inf are left out.
-    """
-    counts = np.zeros(HIGHEST - LOWEST + 1, np.int64)
-    flat = x.reshape(-1)
-    for start in range(0, flat.size, PART):
-        part = flat[start : start + PART]
-        e = (float64_bits(part[np.isfinite(part) & (part != 0)]) >> 52) - 1023
-        counts += np.bincount(np.clip(e, LOWEST, HIGHEST) - LOWEST, minlength=len(counts))
-    return counts
-
-
-def distance_counts(x: np.ndarray, block: int) -> np.ndarray:
-    """How many non-zero values lie d to d + 1 binades below the largest of their block.
-
-    d = floor(log2(largest / |x|)), exactly: in the difference of two floats' bits the mantissas
-    borrow from the exponents just where the larger mantissa is below.
-
-    Parameters
-    ----------
-    x : ndarray
-    block : int
-        Length of a block along the last axis (the last one may be short); 0: the whole tensor.
-        A block with NaN or Inf is left out.
-    """
-    counts = np.zeros(FARTHEST + 1, np.int64)
-    rows = x.reshape(1, -1) if block == 0 or x.ndim == 0 else x.reshape(-1, x.shape[-1])
-    if block == 0:
-        top = np.abs(x).max()
-        pieces = [(rows[:, i : i + PART], top) for i in range(0, rows.shape[1], PART)]
-    else:
-        rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % block))).reshape(-1, block)
-        step = max(1, PART // block)
-        parts = (rows[i : i + step] for i in range(0, len(rows), step))
-        pieces = [(part, np.abs(part).max(axis=1, keepdims=True)) for part in parts]
-    for part, top in pieces:
-        d = (float64_bits(top) - float64_bits(part) >> 52)[np.isfinite(top) & (part != 0)]
-        counts += np.bincount(np.minimum(d, FARTHEST), minlength=len(counts))
-    return counts
 
 
 # Rounding to nearest against stochastic rounding -------------------------------------------------
@@ -425,6 +417,7 @@ class Budget:
     training: model.Training
     captures: int
     draws: int
+    held_out: int = 1 << 16  # bytes
 
 
 DEFAULT = Budget(model.Shape(), model.Training(), captures=4, draws=16)
@@ -436,6 +429,11 @@ QUICK = Budget(
 def capture_steps(steps: int, captures: int) -> list[int]:
     """The first step, the last one, and others evenly between."""
     return sorted({round(i * (steps - 1) / max(1, captures - 1)) for i in range(captures)})
+
+
+def course_steps(steps: int) -> list[int]:
+    """The steps after which 1, 2, 4, ... are done, and the last one."""
+    return sorted({(1 << k) - 1 for k in range((steps - 1).bit_length())} | {steps - 1})
 
 
 def watch(gpt: model.GPT, add: Callable[[str, str, Tensor], None]) -> Callable[[], None]:
@@ -484,6 +482,7 @@ def study_training(
     text = model.corpus()
     plan = budget.training
     steps = capture_steps(plan.steps, budget.captures)
+    course = course_steps(plan.steps)
     linears = 4 * budget.shape.layers + 1
     study = Study(formats, seed, budget.draws)
     stop: list[Callable[[], None]] = []
@@ -492,12 +491,15 @@ def study_training(
         study.advance = advance
 
         def before(step: int, gpt: model.GPT) -> None:
-            if step in steps:
-                study.layers = tuple(gpt.linears())
-                deep = step == steps[-1]
-                stop.append(
-                    watch(gpt, lambda kind, name, x: study.add(step, kind, name, widened(x), deep))
-                )
+            def take(kind: str, name: str, x: Tensor) -> None:
+                if step in steps:
+                    study.add(step, kind, name, widened(x), deep=step == steps[-1])
+                if step in course and kind == "gradient":
+                    study.follow(step, name, widened(x))
+
+            study.layers = tuple(gpt.linears())
+            if step in steps or step in course:
+                stop.append(watch(gpt, take))
 
         def after(step: int, loss: float) -> None:
             if stop:
@@ -513,7 +515,9 @@ def study_training(
             "sha256": text.sha256,
         },
         "train_loss": losses,
-        "held_out_loss": model.held_out_loss(gpt, text.held_out, device, plan.batch),
+        "held_out_loss": model.held_out_loss(
+            gpt, text.held_out, device, plan.batch, budget.held_out
+        ),
         **study.metrics(),
     }
 

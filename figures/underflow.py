@@ -2,8 +2,8 @@
 
     python figures/underflow.py [RECORD] [--out DIR]
 
-draws <record's name>_loss_scale, _formats, _histogram, _rounding, _layers and _training, each as
-.pdf and .png. The same record gives the same bytes.
+draws <record's name>_loss_scale, _formats, _histogram, _parts, _rounding, _layers, _course and
+_training, each as .pdf and .png. The same record gives the same bytes.
 """
 
 from __future__ import annotations
@@ -271,9 +271,11 @@ def histogram(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_strips(axes: Axes, formats: dict[str, Any], zero_at: float, right: float) -> None:
+def draw_strips(
+    axes: Axes, formats: dict[str, Any], zero_at: float, right: float, strips: Any = STRIPS
+) -> None:
     """A bar per format and loss scale: light where subnormal, full where normal."""
-    chosen = [(name, k) for name, k in STRIPS if name in formats]
+    chosen = [(name, k) for name, k in strips if name in formats]
     for place, (name, k) in enumerate(reversed(chosen)):
         row, shade = formats[name], style.colour(name)
         tiny, normal, top = (
@@ -311,6 +313,77 @@ def draw_strips(axes: Axes, formats: dict[str, Any], zero_at: float, right: floa
     axes.spines["left"].set_visible(False)
     axes.grid(axis="y", visible=False)
     axes.set_title("Range of a format: hatched subnormal, full normal", fontsize=7.5)
+
+
+#: Strips under the histograms by kind of layer.
+PART_STRIPS = (("fp16", 0), ("fp16", 10), ("e5m2", 0), ("e5m2", 16), ("e4m3", 0))
+#: What NVFP4's block reaches below its largest value before values become zero: 6 / 0.25.
+NVFP4_REACH = np.log2(24)
+
+
+def parts(record: dict[str, Any]) -> Figure:
+    """Gradient exponents by kind of layer at several steps, above the formats' ranges."""
+    metrics = record["metrics"]
+    rows: Rows = metrics["parts"]
+    names = [n for n in ("qkv", "proj", "up", "down", "head") if any(r["part"] == n for r in rows)]
+    steps = sorted({row["step"] for row in rows})
+    steps = list(dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])))
+    cell = {(row["step"], row["part"]): row for row in rows}
+    used = [
+        row["lowest"] + i for row in rows for i, count in enumerate(row["counts"])
+        if count > 1e-3 * sum(row["counts"])
+    ]  # fmt: skip
+    left, right = max(min(used), -46), max(max(used), -4) + 2
+    zero_at = left - 3
+    figure, panels = style.new(
+        len(names) + 1, 1, figsize=(style.SINGLE * 1.35, 0.95 * len(names) + 1.5), sharex=True,
+        height_ratios=[1] * len(names) + [1.1],
+    )  # fmt: skip
+    looks = dict(zip(steps, (("#9a9a9a", 1.0), ("#5f5f5f", 1.4), ("#000000", 1.9)), strict=False))
+    for axes, name in zip(panels, names, strict=False):
+        for place, (step, (shade, width)) in enumerate(looks.items()):
+            row = cell[step, name]
+            counts = np.array(row["counts"])
+            exponents = row["lowest"] + np.arange(len(counts))
+            share = 100 * counts / max(1, counts.sum() + row["zeros"])
+            share[exponents == left] += share[exponents < left].sum()
+            shown = (exponents >= left) & (exponents <= right)
+            axes.stairs(
+                share[shown], [*exponents[shown], exponents[shown][-1] + 1], color=shade,
+                linewidth=width, label=f"step {step + 1}",
+            )  # fmt: skip
+            zeros = 100 * row["zeros"] / max(1, counts.sum() + row["zeros"])
+            axes.bar(zero_at - 0.7 + 0.7 * place, zeros, width=0.6, color=shade)
+        axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
+        draw_reach(axes, cell[steps[-1], name])
+        axes.set_title(f"dY of {name}", fontsize=7.5, y=0.62, x=0.985, loc="right")
+    panels[0].legend(fontsize=6.5, loc="upper left", bbox_to_anchor=(0.06, 1.12), frameon=False)
+    panels[len(names) // 2].set_ylabel("% of all values")
+    draw_strips(panels[-1], metrics["formats"], zero_at, right, PART_STRIPS)
+    panels[-1].set_title("Hatched subnormal, full normal. Green: NVFP4, 16 values", fontsize=7.5)
+    ticks = [k for k in range(left, right + 1) if k % 8 == 0]
+    panels[-1].set_xticks([zero_at, *ticks], ["0", *(style.power_of_two(k) for k in ticks)])
+    panels[-1].set_xlim(zero_at - 1.6, right)
+    panels[-1].set_xlabel("|value| before scaling (bin: [2ᵏ, 2ᵏ⁺¹); first bin: exact zeros)")
+    return figure
+
+
+def draw_reach(axes: Axes, row: dict[str, Any]) -> None:
+    """A bar from the median block's largest value down to what becomes zero; whiskers: 5 to 95 %."""
+    counts = np.array(row["maxima"])
+    if not counts.any():
+        return
+    below = np.cumsum(counts) / counts.sum()
+    low, middle, high = (
+        row["lowest"] + int(np.argmax(below >= q)) + 0.5 for q in (0.05, 0.5, 0.95)
+    )
+    height = 0.93 * axes.get_ylim()[1]
+    shade = style.colour("nvfp4")
+    axes.plot(
+        [middle - NVFP4_REACH, middle], [height] * 2, color=shade, linewidth=3,
+        solid_capstyle="butt",
+    )  # fmt: skip
+    axes.plot([low, high], [height] * 2, color=shade, linewidth=0.8, marker="|", markersize=4)
 
 
 def draw_distances(axes: Axes, metrics: dict[str, Any], step: int) -> None:
@@ -447,8 +520,36 @@ def layers(record: dict[str, Any]) -> Figure:
     return figure
 
 
-#: Formats of the figure over training, enough to tell the story and few enough to read.
-COURSE = ("fp16", "e5m2", "fp8_tensor_e4m3", "mxfp4", "nvfp4")
+def course(record: dict[str, Any]) -> Figure:
+    """Heat maps over training, one a format: layers by steps."""
+    metrics = record["metrics"]
+    names, rows = metrics["layers"], metrics["course"]
+    formats_ = list(dict.fromkeys(row["format"] for row in rows))
+    steps = sorted({row["step"] for row in rows})
+    figure, panels = style.new(
+        1, len(formats_), figsize=(style.DOUBLE, 1.15 + 0.125 * len(names)), sharey=True,
+        squeeze=False,
+    )  # fmt: skip
+    cell = {(row["format"], row["step"]): row["underflow"] for row in rows}
+    norm = LogNorm(0.01, 100)
+    for axes, fmt in zip(panels[0], formats_, strict=True):
+        values = 100 * np.array([cell[fmt, step] for step in steps], dtype=float).T
+        image = axes.imshow(
+            np.fmax(values, 1e-9), norm=norm, cmap="Greys", aspect="auto", interpolation="nearest"
+        )
+        unscaled = metrics["formats"][fmt]["shared"] == "unscaled"
+        axes.set_title(f"{fmt}, S = 1" if unscaled else fmt, fontsize=7.5)
+        shown = [*range(0, len(steps) - 1, 2), len(steps) - 1]
+        axes.set_xticks(shown, [str(steps[i] + 1) for i in shown], fontsize=6)
+        axes.set_yticks(range(len(names)), names, fontsize=6.5)
+        axes.grid(visible=False)
+        axes.tick_params(length=2)
+    panels[0][len(formats_) // 2].set_xlabel("step (powers of two, and the last)")
+    bar = figure.colorbar(image, ax=panels[0], pad=0.01, aspect=30)
+    bar.set_ticks([0.01, 0.1, 1, 10, 100], labels=["≤ 0.01", "0.1", "1", "10", "100"])
+    bar.set_label("dY that becomes zero, % of non-zero", fontsize=7)
+    bar.outline.set_linewidth(0.5)
+    return figure
 
 
 def training(record: dict[str, Any]) -> Figure:
@@ -456,7 +557,8 @@ def training(record: dict[str, Any]) -> Figure:
     metrics = record["metrics"]
     rows = [row for row in metrics["by_format"] if row["kind"] == "gradient"]
     present = {row["format"] for row in rows}
-    chosen = [name for name in COURSE if name in present] or sorted(present)[:5]
+    followed = [row["format"] for row in metrics.get("course", ())]
+    chosen = list(dict.fromkeys(followed)) or sorted(present)[:5]
     figure, (top, bottom) = style.new(
         2, 1, figsize=(style.SINGLE * 1.35, 3.9), sharex=True, height_ratios=(2.2, 1)
     )
@@ -509,6 +611,10 @@ def draw(path: Path, out: Path) -> list[Path]:
         )
     metrics = record["metrics"]
     figures = {"loss_scale": loss_scale, "formats": formats, "histogram": histogram}
+    if metrics.get("parts"):
+        figures["parts"] = parts
+    if metrics.get("course"):
+        figures["course"] = course
     if metrics["rounding"]:
         figures["rounding"] = rounding
     if metrics["layers"]:

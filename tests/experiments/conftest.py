@@ -13,6 +13,7 @@ TINY = underflow.Budget(
     model.Training(steps=4, batch=2, warmup=2),
     captures=2,
     draws=3,
+    held_out=1 << 11,
 )
 
 

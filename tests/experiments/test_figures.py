@@ -12,10 +12,11 @@ import matplotlib
 import numpy as np
 import pytest
 
+from experiments.underflow import COURSE
 from figures import style, underflow
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("loss_scale", "formats", "histogram", "rounding", "layers", "training")
+NAMES = ("loss_scale", "formats", "histogram", "parts", "rounding", "layers", "course", "training")
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -31,29 +32,38 @@ def test_every_figure_is_drawn_as_pdf_and_png(study):
             assert mark not in content, (name, mark)
 
 
-@pytest.mark.parametrize("salt", ["1", "2"])
-def test_another_process_draws_the_same_bytes(study, tmp_path, salt):
+def test_another_process_draws_the_same_bytes(study, tmp_path):
     """The script alone, from another folder, with another hash seed and another backend."""
     script = ROOT / "figures" / "underflow.py"
     command = [sys.executable, str(script), str(study / "underflow.json"), "--out", str(tmp_path)]
-    surroundings = {**os.environ, "PYTHONHASHSEED": salt, "MPLBACKEND": "svg"}
+    surroundings = {**os.environ, "PYTHONHASHSEED": "1", "MPLBACKEND": "svg"}
     subprocess.run(command, cwd=tmp_path, env=surroundings, check=True, capture_output=True)
     assert files_of(tmp_path) == files_of(study)
 
 
-def test_a_users_settings_do_not_show(study, tmp_path):
+def test_a_users_settings_do_not_show(study, record, tmp_path):
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "savefig.dpi": 10}):
-        underflow.draw(study / "underflow.json", tmp_path)
-    assert files_of(tmp_path) == files_of(study)
+        drawn = style.save(underflow.training(record), tmp_path / "underflow_training", record)
+    for path in drawn:
+        assert path.read_bytes() == (study / path.name).read_bytes()
+
+
+def test_every_figure_is_made_and_saved_by_the_style():
+    """Which keeps a user's settings out, and dates."""
+    for path in (ROOT / "figures").glob("*.py"):
+        if path.name not in ("style.py", "__init__.py"):
+            text = path.read_text()
+            for call in ("savefig(", "plt.subplots(", "plt.figure(", "pyplot"):
+                assert call not in text, (path.name, call)
 
 
 def test_the_record_shows_in_the_bytes(study, record, tmp_path):
     record = json.loads(json.dumps(record))
     record["metrics"]["loss_scale"][-1]["underflow_share"] = 0.5
-    (tmp_path / "underflow.json").write_text(json.dumps(record))
-    underflow.draw(tmp_path / "underflow.json", tmp_path)
-    changed = {n for n, content in files_of(tmp_path).items() if content != files_of(study)[n]}
-    assert changed == {"underflow_loss_scale.pdf", "underflow_loss_scale.png"}
+    for name, same in (("loss_scale", False), ("training", True)):
+        make = getattr(underflow, name)
+        for path in style.save(make(record), tmp_path / f"underflow_{name}", record):
+            assert (path.read_bytes() == (study / path.name).read_bytes()) == same, path.name
 
 
 def test_failures_and_other_records_are_not_drawn(study, record, tmp_path, capsys, monkeypatch):
@@ -94,7 +104,7 @@ def test_lines_of_one_figure_differ_in_grey():
     def grey(name):
         return float(np.dot(matplotlib.colors.to_rgb(style.colour(name)), (0.299, 0.587, 0.114)))
 
-    for group in (underflow.COURSE, ("fp16", "e5m2", "e4m3")):
+    for group in (COURSE, ("fp16", "e5m2", "e4m3")):
         shades = sorted(grey(name) for name in group)
         assert min(np.diff(shades)) > 0.05, group
 

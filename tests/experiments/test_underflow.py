@@ -11,10 +11,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from experiments import model, underflow
+from experiments import exponents, model, underflow
 from experiments.underflow import Drawn, Study, Tally
+from figures import underflow as drawing
 
 f32 = np.float32
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leaves out the figures, which other tests look at: drawing takes most of a tiny run."""
+    monkeypatch.setattr(drawing, "draw", lambda path, out: [out / path.stem])
+
 
 # Counts ------------------------------------------------------------------------------------------
 
@@ -110,14 +118,14 @@ def test_no_cast_leaves_its_tensor_changed():
 
 def test_exponent_bins():
     x = f32([1, 1.5, 2, -3.99, 4, 0, -0.0, 2**-30, np.inf, np.nan, -np.inf])
-    counts = underflow.exponent_counts(x)
-    found = {e + underflow.LOWEST: n for e, n in enumerate(counts) if n}
+    counts = exponents.exponent_counts(x)
+    found = {e + exponents.LOWEST: n for e, n in enumerate(counts) if n}
     assert found == {0: 2, 1: 2, 2: 1, -30: 1}
 
 
 def test_exponents_beyond_the_ends_fall_into_the_last_bins():
     x = f32([1e-45, 2**-70, 2**100])  # the first is a subnormal float32
-    counts = underflow.exponent_counts(x)
+    counts = exponents.exponent_counts(x)
     assert (counts[0], counts[-1], counts.sum()) == (2, 1, 3)
 
 
@@ -127,7 +135,7 @@ def test_distances_equal_exact_arithmetic(block, shape):
     rng = np.random.default_rng(1)
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 20, shape)).astype(f32)
     x[rng.random(shape) < 0.2] = 0
-    expected = [0] * (underflow.FARTHEST + 1)
+    expected = [0] * (exponents.FARTHEST + 1)
     for row in [x.ravel()] if block == 0 else x.reshape(-1, shape[-1]):
         for start in range(0, len(row), block or len(row)):
             part = [abs(Fraction(float(v))) for v in row[start : start + (block or len(row))]]
@@ -135,15 +143,34 @@ def test_distances_equal_exact_arithmetic(block, shape):
             for v in part:
                 if v:
                     d = next(d for d in range(1000) if top < v * 2 ** (d + 1))
-                    expected[min(d, underflow.FARTHEST)] += 1
-    assert underflow.distance_counts(x, block).tolist() == expected
+                    expected[min(d, exponents.FARTHEST)] += 1
+    assert exponents.distance_counts(x, block).tolist() == expected
 
 
 def test_a_block_with_nan_has_no_distances():
     x = np.ones((1, 64), f32)
     x[0, 3] = np.nan
-    assert underflow.distance_counts(x, 32).sum() == 32
-    assert underflow.distance_counts(x, 0).sum() == 0
+    assert exponents.distance_counts(x, 32).sum() == 32
+    assert exponents.distance_counts(x, 0).sum() == 0
+
+
+def test_the_largest_of_each_block():
+    x = np.zeros((2, 40), f32)  # blocks of 16, 16 and 8
+    x[0, 3], x[0, 17], x[0, 39] = -(2**-4), 2**-7, 2**-7
+    x[0, 4] = 2**-9  # not the largest of its block
+    x[1, 0] = np.nan
+    counts = exponents.maximum_counts(x, 16)
+    assert {e + exponents.LOWEST: n for e, n in enumerate(counts) if n} == {-4: 1, -7: 2}
+    assert exponents.maximum_counts(f32(3), 16).sum() == 1  # a scalar is a block
+
+
+# Definitions -------------------------------------------------------------------------------------
+
+
+def test_the_help_has_every_definition_that_records_carry():
+    words = " ".join(underflow.__doc__.split())
+    for name, definition in underflow.DEFINITIONS.items():
+        assert f" {name} {definition} " in f"{words} ", name
 
 
 # Rounding ----------------------------------------------------------------------------------------
@@ -219,6 +246,12 @@ def test_capture_steps():
     assert underflow.capture_steps(1, 3) == [0]
 
 
+def test_course_steps():
+    assert underflow.course_steps(300) == [0, 1, 3, 7, 15, 31, 63, 127, 255, 299]
+    assert underflow.course_steps(256) == [0, 1, 3, 7, 15, 31, 63, 127, 255]
+    assert underflow.course_steps(1) == [0]
+
+
 def test_captured_tensors_are_the_layers_own():
     shape = model.Shape(width=32, layers=1, heads=2, context=32)
     gpt = model.GPT(shape, torch.Generator().manual_seed(0))
@@ -284,6 +317,19 @@ def test_a_tiny_run_measures_everything(study, record):
     for row in metrics["below_maximum"]:
         total = rows[row["step"], "gradient", "bf16"]
         assert sum(row["counts"]) == total["size"] - total["zeros"]
+    check_parts(metrics["parts"], metrics["histograms"])
+    # The course has the shares of the captures, where both look, and every step between.
+    assert sorted({row["step"] for row in metrics["course"]}) == [0, 1, 3]
+    for row in metrics["course"]:
+        assert len(row["underflow"]) == len(metrics["layers"])
+        if row["step"] in point["steps"]:
+            assert (
+                max(row["underflow"]) == rows[row["step"], "gradient", row["format"]]["worst_share"]
+            )
+    last = {row["format"]: row for row in metrics["by_layer"] if row["kind"] == "gradient"}
+    for row in metrics["course"]:
+        if row["step"] == 3:
+            assert row["underflow"] == last[row["format"]]["underflow"]
     for row in metrics["by_layer"]:
         worst = rows[3, row["kind"], row["format"]]
         assert max(row["underflow"]) == worst["worst_share"]
@@ -295,13 +341,27 @@ def test_a_tiny_run_measures_everything(study, record):
     assert (study / "underflow.json").stat().st_size < 300_000
 
 
-@pytest.mark.usefixtures("tiny")
-def test_same_seed_same_metrics(study, record, tmp_path):
+def check_parts(parts, histograms):
+    """Layers of one name add up to all gradients; every block of 16 has one largest value."""
+    for whole in histograms:
+        if whole["kind"] == "gradient":
+            of = [row for row in parts if row["step"] == whole["step"]]
+            assert {row["part"] for row in of} == {"qkv", "proj", "up", "down", "head"}
+            assert sum(row["zeros"] for row in of) == whole["zeros"]
+            assert np.sum([row["counts"] for row in of], axis=0).tolist() == whole["counts"]
+            for row in of:
+                values = sum(row["counts"]) + row["zeros"]
+                assert 0 < sum(row["maxima"]) <= values / 16
+                if not row["zeros"]:
+                    assert sum(row["maxima"]) == values / 16
+
+
+@pytest.mark.usefixtures("tiny", "undrawn")
+def test_same_seed_same_metrics(record, tmp_path):
+    """Figures depend on the record alone, see test_figures.py."""
     assert underflow.main(["--quick", "--out", str(tmp_path)]) == 0
     again = json.loads((tmp_path / "underflow.json").read_text())
     assert again["metrics"] == record["metrics"]
-    for figure in study.glob("*.p*"):
-        assert (tmp_path / figure.name).read_bytes() == figure.read_bytes(), figure.name
 
 
 def test_a_run_that_fails_leaves_a_failed_record(tmp_path, monkeypatch):
@@ -338,7 +398,9 @@ def run_on(path, *more: str):
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors", ".pt"])
-def test_own_tensors_in_each_kind_of_file(tmp_path, suffix, capsys):
+def test_own_tensors_in_each_kind_of_file(tmp_path, suffix, capsys, request):
+    if suffix != ".npy":  # one kind is drawn
+        request.getfixturevalue("undrawn")
     path = tmp_path / f"dy{suffix}"
     write(path, gradients())
     status, result = run_on(path)
@@ -349,12 +411,13 @@ def test_own_tensors_in_each_kind_of_file(tmp_path, suffix, capsys):
     assert found == {row["format"]: row["underflow"] for row in expected["by_format"]}
     assert metrics["layers"] == ["x" if suffix == ".safetensors" else "dy"]
     assert len(metrics["rounding"]) == len(underflow.ROUNDED)
-    assert (tmp_path / "underflow_tensor_histogram.png").exists()
+    assert (tmp_path / "underflow_tensor_histogram.png").exists() == (suffix == ".npy")
     out = capsys.readouterr().out
     assert "nvfp4" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_float_tensor_of_a_file_is_studied_and_nothing_else(tmp_path):
     content = {
         "wide": gradients().double(),
