@@ -539,7 +539,7 @@ def course(record: dict[str, Any]) -> Figure:
         )
         unscaled = metrics["formats"][fmt]["shared"] == "unscaled"
         axes.set_title(f"{fmt}, S = 1" if unscaled else fmt, fontsize=7.5)
-        shown = [*range(0, len(steps) - 1, 2), len(steps) - 1]
+        shown = [*range(0, len(steps) - 2, 2), len(steps) - 1]
         axes.set_xticks(shown, [str(steps[i] + 1) for i in shown], fontsize=6)
         axes.set_yticks(range(len(names)), names, fontsize=6.5)
         axes.grid(visible=False)
