@@ -2,7 +2,8 @@
 
 This side decides what a kernel is told: the constants of a format (`Row`) and where the elements
 lie (`Layout`). Axes that lie together in memory are merged, so that any tensor of up to four
-separate axes is addressed where it is. A tensor with more of them is copied first.
+separate axes is addressed where it is. A tensor with more of them is copied first. What follows a
+library (`fpemu.dialects`) takes a pass more for its block amaxes; see `triton_dialects`.
 
 With ``TRITON_INTERPRET=1`` set before Triton is imported the kernels run, slowly, on
 CPU tensors.
@@ -23,8 +24,17 @@ import torch
 from torch import Tensor
 
 from fpemu import scaling
-from fpemu.backends import Parts, Request, element_format, scales_dtype, scales_shape
+from fpemu.backends import (
+    Parts,
+    Request,
+    element_format,
+    scales_dtype,
+    scales_shape,
+    triton_dialects,
+)
+from fpemu.backends import triton_dialect_kernels as dialect_kernels
 from fpemu.backends import triton_kernels as kernels
+from fpemu.backends.triton_dialects import NO_STEPS, Blocks, Cost, order_of, steps_of
 from fpemu.casting import ROUNDINGS, specials, value_table
 from fpemu.dialects import dialect_of
 from fpemu.formats import BlockFormat, Format
@@ -155,7 +165,7 @@ def row_of(
 class Scheme(NamedTuple):
     """How a format scales, as the kernels need it."""
 
-    rule: str  # "none", "tensor", "mx", "nvfp4", "fp8" or "fp8_pow2"
+    rule: str  # "none", "tensor", "mx", "nvfp4", "fp8", "fp8_pow2" or "dialect"
     scale: Row | None
     threshold: int
     emax: int
@@ -181,13 +191,17 @@ def scheme_of(fmt: Format | BlockFormat) -> Scheme | str:
         short = fmt.man_bits <= 7 and fmt.emin - fmt.man_bits >= -133
         return Scheme("none", None, 0, 0, False, True, short)
     name, element, scale = fmt.name, fmt.element, fmt.scale
-    if dialect_of(fmt) is not None or fmt.decode != "exact":
-        return f"{name!r} follows a library's own order of operations"
     if fmt.block is not None:
         size = prod(1 << (n - 1).bit_length() for n in fmt.block)
         if size > MOST:
             return f"blocks of {name!r} have more than {MOST} elements"
     exact = _exact(fmt)
+    if dialect_of(fmt) is not None or fmt.decode != "exact":
+        reason = triton_dialects.refusal(fmt)
+        if reason is not None:
+            return reason
+        assert scale is not None
+        return Scheme("dialect", row_of(scale), 0, 0, False, exact, False)
     threshold = scaling.exponent_rule(fmt)
     if threshold is not None:
         if scale is None or (scale.man_bits, scale.bias, scale.has_zero) != (0, 127, False):
@@ -519,6 +533,8 @@ def rotates(request: Request, size: int) -> bool:
     a tile."""
     blocks = _block_axes(request.fmt, max(request.x.dim(), 1), request.axis).values()
     narrow = request.kind in ("float16", "bfloat16", "float32")
+    # A transform's NaN has a sign of its own, which some libraries keep.
+    narrow = narrow and dialect_of(request.fmt) is None
     return narrow and size <= 128 and all(n == _power(n) for n in blocks)
 
 
@@ -536,6 +552,45 @@ class _Call:
         self.request, self.scheme, self.rotation = request, scheme, rotation
         self.x = _raw(request.x)
         self.blocks = _block_axes(request.fmt, self.x.dim(), request.axis)
+        self.given: Blocks | None = None
+        if scheme.rule == "dialect":
+            self.given = self._by_the_library()
+            self.scalars = self.given.scalars
+        else:
+            self.scalars = _scalars(request, scheme, rotation)
+
+    def _by_the_library(self) -> Blocks:
+        """Scales by a dialect's rules."""
+        request, fmt = self.request, self.request.fmt
+        assert isinstance(fmt, BlockFormat)
+        shape = scales_shape(fmt, tuple(self.x.shape), request.axis)
+        assert shape is not None
+        steps = steps_of(fmt, request.kind)
+        amax = torch.zeros(shape, dtype=torch.int32, device=self.x.device)
+
+        def on_blocks(kernel: Any, arguments: Sequence[Any], **rest: Any) -> None:
+            x = self.x
+            where = layout(x.shape, (x.stride(), amax.stride()), self.blocks, 1)
+            if where is None:
+                x = x.contiguous()
+                where = layout(x.shape, (x.stride(), amax.stride()), self.blocks, 1)
+            assert where is not None
+            _launch(
+                kernel, where, x, x, *arguments, *where.sizes, *where.strides(0),
+                *where.strides(1), KIND=request.kind, NARROW=steps.narrow, **rest,
+            )  # fmt: skip
+
+        def choose(cost: Cost, six: Any, four: Any, scalars: Tensor) -> Tensor:
+            pick = torch.zeros(shape, dtype=torch.int8, device=amax.device)
+            candidates = (six.multiplier, six.factor, four.multiplier, four.factor)
+            if amax.numel():
+                on_blocks(dialect_kernels.choose_kernel, (pick, *candidates, scalars), E=cost)
+            return pick != 0
+
+        if amax.numel():
+            on_blocks(dialect_kernels.block_amax_kernel, (amax,), SKIP_NAN=steps.skip_nan)
+        values = amax.view(torch.float32)
+        return triton_dialects.rules(fmt, request.kind, values, request.amax, choose)
 
     def layout(
         self, shape: Sequence[int], strides: Sequence[Sequence[int]], tile: int = TILE
@@ -555,19 +610,27 @@ class _Call:
         dtype = getattr(torch, scales_dtype(fmt).name)
         return torch.empty(shape, dtype=dtype, device=self.x.device)
 
-    def run(self, out: Tensor, result: str, scales: Tensor | None, scalars: Tensor) -> None:
+    def run(self, out: Tensor, result: str, scales: Tensor | None = None) -> None:
         """Fill `out` (and `scales`) with what `result` names: codes, a float dtype or "within"."""
-        request, scheme, x = self.request, self.scheme, self.x
+        request, scheme, x, given = self.request, self.scheme, self.x, self.given
         if x.numel() == 0:
             if scales is not None:
                 scales.zero_()
             return
-        element = element_format(request.fmt)
+        element, steps = element_format(request.fmt), NO_STEPS
         measures = result == "stats"
         wide = request.kind in WIDE_KINDS and scheme.rule in ("none", "mx")
+        nan_matters = scheme.rule not in ("mx", "nvfp4")
+        if given is not None:
+            assert isinstance(request.fmt, BlockFormat)
+            steps = steps_of(request.fmt, request.kind)
+            nan_matters = steps.keeps_nan
+            if scales is not None:
+                scales.copy_(given.stored.view(scales.shape))
+                scales = None
         row = row_of(
             element, request.rounding, request.overflow, request.sr_bits, scheme.rule == "mx", wide,
-            nan_matters=scheme.rule not in ("mx", "nvfp4"),
+            nan_matters=nan_matters,
         )  # fmt: skip
         target = x if measures else _raw(out)
         stored = None if scales is None else _no_0d(scales)
@@ -583,7 +646,8 @@ class _Call:
                 assert request.random is not None
                 kind = "each"
                 first, word_strides = _index_strides(request.random, tuple(x.shape))
-        scale_strides = (0,) * x.dim() if stored is None else stored.stride()
+        per_block = stored if given is None else given.operand
+        scale_strides = (0,) * x.dim() if per_block is None else per_block.stride()
         rotation, axis = self.rotation, request.axis
         tile = TILE if row.path in ("magic", "same") and rotation is None else TILE // 2
 
@@ -611,15 +675,16 @@ class _Call:
         random = request.random or Random(0)
         turn = _turn(rotation, x, where.row_axis == axis)
         _launch(
-            kernels.quantize_kernel, where, x, x, landing, x if stored is None else stored, scalars,
-            words, turn.flips, *where.sizes, *where.strides(0), *where.strides(1),
+            kernels.quantize_kernel, where, x, x, landing, x if per_block is None else per_block,
+            x if given is None else given.factor, x if given is None else given.value,
+            self.scalars, words, turn.flips, *where.sizes, *where.strides(0), *where.strides(1),
             *where.strides(2), *where.strides(3), first0, first1, *_halves(random.seed),
             *_halves(random.stream), turn.scale,
             KIND=request.kind, OUT=result, F=row, S=scheme.scale or row, RULE=scheme.rule,
             THRESHOLD=scheme.threshold, EMAX=scheme.emax,
             TENSOR=scheme.tensor and result not in ("codes", "within"), EXACT=scheme.exact,
-            SHORT=scheme.short, WORDS=kind, ROTATION=turn.size, ROTATE_ROWS=turn.rows,
-            KEEP_SCALES=stored is not None,
+            SHORT=scheme.short, D=steps, ORDER=order_of(request.fmt), WORDS=kind,
+            ROTATION=turn.size, ROTATE_ROWS=turn.rows, KEEP_SCALES=stored is not None,
             thread=8 if measures else 32,  # a dozen float64 numbers live for each element
         )  # fmt: skip
         if measures:
@@ -654,9 +719,7 @@ def quantize(request: Request, out: Tensor, rotation: Rotation | None = None) ->
     """
     if not _apart(request.x, out):
         request = replace(request, x=request.x.clone())
-    call = _Call(request, rotation)
-    scalars = _scalars(request, call.scheme, rotation)
-    call.run(out, str(out.dtype).removeprefix("torch."), None, scalars)
+    _Call(request, rotation).run(out, str(out.dtype).removeprefix("torch."))
 
 
 def encode(request: Request, rotation: Rotation | None = None) -> Parts:
@@ -665,17 +728,16 @@ def encode(request: Request, rotation: Rotation | None = None) -> Parts:
     width = element_format(request.fmt).code_dtype.name
     codes = torch.empty(request.x.shape, dtype=getattr(torch, width), device=request.x.device)
     scales = call.scales()
-    scalars = _scalars(request, call.scheme, rotation)
-    call.run(codes, "codes", scales, scalars)
-    return Parts(codes, scales, scalars[1] if call.scheme.tensor else None)
+    call.run(codes, "codes", scales)
+    scaled = isinstance(request.fmt, BlockFormat) and request.fmt.tensor_scaled
+    return Parts(codes, scales, call.scalars[1] if scaled else None)
 
 
 def within(request: Request) -> Tensor:
     """Where the value that is cast lies in ±max, ends included; False for NaN and for blocks
     whose scale is NaN."""
-    call = _Call(request)
     inside = torch.empty(request.x.shape, dtype=torch.bool, device=request.x.device)
-    call.run(inside, "within", None, _scalars(request, call.scheme))
+    _Call(request).run(inside, "within")
     return inside
 
 
@@ -685,10 +747,15 @@ def measure(request: Request) -> tuple[Any, ...]:
     Sums are float64 within a tile and then over the tiles in their order: the same for the same
     tensor, in another order than the CPU's.
     """
+    fmt = request.fmt
+    scaled = isinstance(fmt, BlockFormat) and fmt.tensor_scaled
+    if scaled and dialect_of(fmt) is not None and request.amax is None:
+        # Measures skip NaN, whatever the library makes of it.
+        request = replace(request, amax=float(tensor_amax(request).view(torch.float32)))
     call = _Call(request)
     scales = call.scales()
     parts = torch.empty((0, MEASURES), dtype=torch.float64, device=request.x.device)
-    call.run(parts, "stats", scales, _scalars(request, call.scheme))
+    call.run(parts, "stats", scales)
     found = parts.cpu().numpy()
     size = request.x.numel()
     sums = found[:, :14].sum(0)
@@ -722,11 +789,14 @@ def decode(fmt: Format | BlockFormat, parts: Parts, axis: int, out: Tensor) -> N
     codes, target = _raw(parts.codes), _raw(out)
     if codes.numel() == 0:
         return
-    scales, kind = codes, "none"
+    scales, kind, tensor, order = codes, "none", parts.tensor_scale, order_of(fmt)
     scale_strides: tuple[int, ...] = (0,) * codes.dim()
     if parts.scales is not None:
-        kind = "float32" if parts.scales.dtype == torch.float32 else "codes"
         scales = _no_0d(parts.scales)
+        if order.ordered:
+            assert isinstance(fmt, BlockFormat)
+            scales = triton_dialects.factors(fmt, scales, tensor)
+        kind = "float32" if scales.dtype == torch.float32 else "codes"
         scales = scales if kind == "float32" else _raw(scales)
         scale_strides = scales.stride()
     blocks = _block_axes(fmt, codes.dim(), axis)
@@ -742,13 +812,13 @@ def decode(fmt: Format | BlockFormat, parts: Parts, axis: int, out: Tensor) -> N
         )
         where = place(codes, landing)
         assert where is not None
-    tensor = parts.tensor_scale
     row = row_of(element_format(fmt))
     _launch(
         kernels.decode_kernel, where, codes, codes, landing, scales,
         codes if tensor is None else tensor, *where.sizes, *where.strides(0), *where.strides(1),
         *where.strides(2), OUT=str(out.dtype).removeprefix("torch."), F=row, S=scheme.scale or row,
-        SCALES=kind, TENSOR=tensor is not None, EXACT=scheme.exact, SHORT=scheme.short,
+        SCALES=kind, TENSOR=tensor is not None and not order.ordered, EXACT=scheme.exact,
+        SHORT=scheme.short, ORDER=order,
     )  # fmt: skip
     if landing is not target:
         target.copy_(landing)

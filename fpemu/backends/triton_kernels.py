@@ -2,11 +2,7 @@
 
 Everything that a kernel does is chosen by `tl.constexpr` arguments, so a compiled kernel holds just
 the steps that are used. A `Row` (see `fpemu.backends.triton_`) has the constants of an element
-format under a rounding and an overflow mode.
-
-A tile is `BR` rows and `BC` columns of blocks of `TALL` x `WIDE` elements; `TALLP` and `WIDEP` are
-those sizes raised to powers of two, whose surplus is masked. Float constants travel as bits, for
-Triton would make a subnormal one a float64.
+format under a rounding and an overflow mode. Tiles are those of `triton_bits`.
 
 A value is cast on one of five paths (`Row.path`):
 
@@ -26,17 +22,37 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-#: Interpreted kernels run on numpy, which has neither directed rounding nor a NaN-dropping minimum.
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+from fpemu.backends.triton_bits import (
+    FLT_MAX,
+    INF,
+    INTERPRETED,
+    MAG,
+    ONE,
+    QNAN,
+    SIGN,
+    _at,
+    _bits,
+    _block_cells,
+    _block_max,
+    _cells,
+    _divided,
+    _f32,
+    _float,
+    _least,
+    _most,
+    _place,
+    _spread,
+    _widened,
+)
+from fpemu.backends.triton_dialect_kernels import (
+    _entered,
+    _in_order,
+    _replaced,
+    _scaled,
+    _wrapped,
+)
 
-SIGN = tl.constexpr(-0x80000000)
-MAG = tl.constexpr(0x7FFFFFFF)
-INF = tl.constexpr(0x7F800000)
-QNAN = tl.constexpr(0x7FC00000)
-FLT_MAX = tl.constexpr(0x7F7FFFFF)
-ONE = tl.constexpr(0x3F800000)
 TOP = tl.constexpr(60)  # bits of a significand on the "int64" path
 INF64 = tl.constexpr(0x7FF << 52)
 MAN64 = tl.constexpr((1 << 52) - 1)
@@ -50,52 +66,7 @@ W1 = tl.constexpr(0xBB67AE85)
 MULTIPLIERS = tl.constexpr(16)
 VALUES = tl.constexpr(16 + 256)
 
-# Bits and floats ---------------------------------------------------------------------------------
-
-
-@triton.jit
-def _bits(x):
-    return x.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _f32(bits: tl.constexpr):
-    """The float32 constant of these bits."""
-    return tl.full([], bits, tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _least(x, limit):
-    """The smaller of two floats; `limit` where x is NaN."""
-    if INTERPRETED:
-        return tl.where(x < limit, x, limit)
-    else:
-        return tl.minimum(x, limit)
-
-
-@triton.jit
-def _most(x, limit):
-    """The larger of two floats; `limit` where x is NaN."""
-    if INTERPRETED:
-        return tl.where(x > limit, x, limit)
-    else:
-        return tl.maximum(x, limit)
-
-
-@triton.jit
-def _divided(a, b):
-    """a / b, rounded to nearest even. (Some Tritons' own ``div_rn`` flushes subnormals.)"""
-    if INTERPRETED:
-        return tl.div_rn(a, b)
-    else:
-        return tl.inline_asm_elementwise(
-            "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
+# Rounded products --------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -139,32 +110,6 @@ def _times_odd(a, b):
 
 
 # Sources -----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _widened(raw, KIND: tl.constexpr):
-    """float32 bits of source elements; of float64 and wide integers, rounded to nearest even."""
-    if KIND == "float32":
-        return raw
-    elif KIND == "bfloat16":
-        if INTERPRETED:
-            return raw.to(tl.int32) << 16
-        else:
-            return _bits(raw.to(tl.bfloat16, bitcast=True).to(tl.float32))
-    elif KIND == "float16":
-        return _bits(raw.to(tl.float16, bitcast=True).to(tl.float32))
-    elif KIND == "float64":
-        return _bits(raw.to(tl.float64, bitcast=True).to(tl.float32))
-    elif KIND == "uint8":
-        return _bits((raw.to(tl.int32) & 0xFF).to(tl.float32))
-    elif KIND == "uint16":
-        return _bits((raw.to(tl.int32) & 0xFFFF).to(tl.float32))
-    elif KIND == "uint32":
-        return _bits(raw.to(tl.uint32, bitcast=True).to(tl.float32))
-    elif KIND == "uint64":
-        return _bits(raw.to(tl.uint64, bitcast=True).to(tl.float32))
-    else:
-        return _bits(raw.to(tl.float32))
 
 
 @triton.jit
@@ -419,30 +364,6 @@ def _value_of(code, F: tl.constexpr):
 
 
 @triton.jit
-def _block_max(a, TALLP: tl.constexpr, WIDEP: tl.constexpr):
-    """Largest integer of each block of a tile."""
-    BR: tl.constexpr = a.shape[0]
-    BC: tl.constexpr = a.shape[1]
-    if WIDEP > 1:
-        a = tl.max(tl.reshape(a, [BR, BC // WIDEP, WIDEP]), axis=2)
-    if TALLP > 1:
-        a = tl.max(tl.reshape(a, [BR // TALLP, TALLP, BC // WIDEP]), axis=1)
-    return a
-
-
-@triton.jit
-def _spread(block, BR: tl.constexpr, BC: tl.constexpr, TALLP: tl.constexpr, WIDEP: tl.constexpr):
-    """A block's number for each of its elements."""
-    if TALLP > 1:
-        block = tl.broadcast_to(block[:, None, :], [BR // TALLP, TALLP, BC // WIDEP])
-        block = tl.reshape(block, [BR, BC // WIDEP])
-    if WIDEP > 1:
-        block = tl.broadcast_to(block[:, :, None], [BR, BC // WIDEP, WIDEP])
-        block = tl.reshape(block, [BR, BC])
-    return block
-
-
-@triton.jit
 def _power_bits(byte):
     """float32 bits of 2**(byte - 127), byte 0 .. 254. 2**-127 is subnormal."""
     return tl.where(byte == 0, 0x00400000, byte << 23)
@@ -652,45 +573,15 @@ def _spread_of_amaxes(to, largest):
 # Kernels -----------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _place(TR, TC, N1):
-    """(batch 0, batch 1, tile row, tile column) of a program."""
-    pid = tl.program_id(0)
-    tc = pid % TC
-    rest = pid // TC
-    tr = rest % TR
-    rest = rest // TR
-    return rest // N1, rest % N1, tr, tc
-
-
-@triton.jit
-def _steps(n: tl.constexpr, SIZE: tl.constexpr, SIZEP: tl.constexpr, FAR: tl.constexpr):
-    """Positions of a tile's n entries along an axis, and which of them are there."""
-    i = tl.arange(0, n)
-    there = i >= 0
-    if SIZE != SIZEP:
-        there = (i % SIZEP) < SIZE
-        i = (i // SIZEP) * SIZE + i % SIZEP
-    if FAR:
-        i = i.to(tl.int64)
-    return i, there
-
-
-@triton.jit
-def _at(b0, b1, r, c, s0, s1, sr, sc):
-    """64-bit offset of the element (b0, b1, r, c)."""
-    return b0.to(tl.int64) * s0 + b1.to(tl.int64) * s1 + r.to(tl.int64) * sr + c.to(tl.int64) * sc
-
-
 @triton.jit(do_not_specialize=["first0", "first1", "seed0", "seed1", "stream0", "stream1"])
 def quantize_kernel(
-    x_ptr, out_ptr, scales_ptr, scalars_ptr, words_ptr, flips_ptr,
+    x_ptr, out_ptr, scales_ptr, factors_ptr, values_ptr, scalars_ptr, words_ptr, flips_ptr,
     R, C, N1, TR, TC,
     x0, x1, xr, xc, o0, o1, orow, oc, s0, s1, sr, sc, w0, w1, wr, wc,
     first0, first1, seed0, seed1, stream0, stream1, rotation_scale,
     KIND: tl.constexpr, OUT: tl.constexpr, F: tl.constexpr, S: tl.constexpr, RULE: tl.constexpr,
     THRESHOLD: tl.constexpr, EMAX: tl.constexpr, TENSOR: tl.constexpr, EXACT: tl.constexpr,
-    SHORT: tl.constexpr, WORDS: tl.constexpr, ROTATION: tl.constexpr, ROTATE_ROWS: tl.constexpr,
+    SHORT: tl.constexpr, D: tl.constexpr, ORDER: tl.constexpr, WORDS: tl.constexpr, ROTATION: tl.constexpr, ROTATE_ROWS: tl.constexpr,
     KEEP_SCALES: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, TALLP: tl.constexpr, WIDEP: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr,
@@ -698,20 +589,19 @@ def quantize_kernel(
     """Values, codes, the in-range mask or measures of a tensor of (batch 0, batch 1, rows, columns).
 
     Sizes R, C; strides in elements, of x, the output, the scales (per block) and the random words
-    or their indices. `scalars_ptr` is laid out as `fpemu.backends.loops.TENSOR`.
+    or their indices. `scalars_ptr` is laid out as `fpemu.backends.loops.TENSOR`. For a dialect the
+    scales are known: `scales_ptr` has each block's operand, `factors_ptr` what its element values
+    are multiplied by, `values_ptr` the value of its scale.
     """
     b0, b1, tr, tc = _place(TR, TC, N1)
-    NR: tl.constexpr = BR // TALLP
-    NC: tl.constexpr = BC // WIDEP
-    row0 = tr.to(tl.int64) * (NR * TALL)
-    col0 = tc.to(tl.int64) * (NC * WIDE)
-    r, row_there = _steps(BR, TALL, TALLP, FAR)
-    c, col_there = _steps(BC, WIDE, WIDEP, FAR)
-    rows_left = tl.minimum(R - row0, NR * TALL).to(tl.int32)
-    cols_left = tl.minimum(C - col0, NC * WIDE).to(tl.int32)
-    row_there = row_there & (r < rows_left)
-    col_there = col_there & (c < cols_left)
-    there = row_there[:, None] & col_there[None, :]
+    row0, col0, r, c, there, rows_left, cols_left = _cells(
+        tr, tc, R, C, TALL, WIDE, TALLP, WIDEP, BR, BC, FAR
+    )
+    if KEEP_SCALES or RULE == "dialect":
+        first_block, block_at, blocks = _block_cells(
+            b0, b1, tr, tc, rows_left, cols_left, s0, s1, sr, sc, TALL, WIDE, BR // TALLP,
+            BC // WIDEP, FAR,
+        )  # fmt: skip
 
     source = x_ptr + _at(b0, b1, row0, col0, x0, x1, xr, xc)
     raw = tl.load(source + (r * xr)[:, None] + (c * xc)[None, :], mask=there, other=0)
@@ -744,10 +634,11 @@ def quantize_kernel(
     ) and (RULE == "none" or RULE == "mx")  # fmt: skip
     CODES: tl.constexpr = OUT == "codes" or OUT == "stats"
     BLOCKS: tl.constexpr = RULE != "none" and RULE != "tensor"
+    TO_SCALE: tl.constexpr = BLOCKS and RULE != "dialect"  # by the block's multiplier
     decode = _f32(ONE)
     tensor = _f32(ONE)
     bad = there
-    if TENSOR:
+    if TENSOR or ORDER.times_number:
         tensor = tl.load(scalars_ptr + 1)
     if WIDE_SOURCE:
         negative, exp, sig, nan, inf = _exact64(raw, KIND)
@@ -757,6 +648,20 @@ def quantize_kernel(
             key = tl.where(inf, INF64, tl.where(nan, INF64 + 1, key))
             stored = _mx_byte64(_block_max(key, TALLP, WIDEP), THRESHOLD, EMAX)
             exp -= (_spread(stored, BR, BC, TALLP, WIDEP) - 127).to(tl.int64)
+    elif RULE == "dialect":
+        x = _float(_entered(raw, KIND, D.narrow))
+        by = tl.load(scales_ptr + first_block + block_at, mask=blocks, other=0)
+        by = _spread(by, BR, BC, TALLP, WIDEP)
+        if OUT != "codes" and OUT != "within":
+            decode = tl.load(factors_ptr + first_block + block_at, mask=blocks, other=0)
+        if OUT == "within" or OUT == "stats":
+            value = tl.load(values_ptr + first_block + block_at, mask=blocks, other=0)
+            bad = _spread(value != value, BR, BC, TALLP, WIDEP)
+        scaled = _scaled(x, by, D)
+        if D.wraps:
+            bits = _bits(_wrapped(scaled, by, WIDEP))
+        else:
+            bits = _bits(_replaced(scaled, x, by, D))
     else:
         bits = _widened(raw, KIND)
         if ROTATION > 0:
@@ -794,12 +699,14 @@ def quantize_kernel(
             inside = inside & (nan == 0) & (inf == 0)
         else:
             x = _float(bits)
-            if BLOCKS:
+            if RULE == "dialect":
+                x = scaled
+            elif BLOCKS:
                 x = x * _spread(multiplier, BR, BC, TALLP, WIDEP)
             elif RULE == "tensor":
                 x = x * multiplier
             inside = (_bits(x) & MAG) <= F.max_bits
-        if POISON:
+        if POISON or RULE == "dialect":
             inside = inside & (bad == 0)
     if OUT == "within":
         y = inside.to(tl.int8)
@@ -809,7 +716,7 @@ def quantize_kernel(
                 x = bits
                 if RULE == "tensor":
                     x = _bits(_float(bits) * multiplier)
-                elif BLOCKS and RULE != "mx":
+                elif TO_SCALE and RULE != "mx":
                     x = _bits(_float(bits) * _spread(multiplier, BR, BC, TALLP, WIDEP))
                 if F.path == "int32":
                     negative, exp, sig = _exact32(x)
@@ -824,14 +731,21 @@ def quantize_kernel(
                 y = _value_of(y, F)
         else:
             x = _float(bits)
-            if BLOCKS:
+            if TO_SCALE:
                 x = x * _spread(multiplier, BR, BC, TALLP, WIDEP)
             elif RULE == "tensor":
                 x = x * multiplier
             y = _fast(x, word, F, CODES)
+        if D.zero == "never":
+            y = tl.where((y & (F.mag_mask if CODES else MAG)) == 0, 0, y)
         if CODES:
             if POISON:
                 y = tl.where(bad, 0, y)
+            if D.keeps_nan:  # and its sign
+                y = tl.where((bits < 0) & ((bits & MAG) > INF), y | F.sign, y)
+        elif ORDER.ordered:
+            y = _in_order(y, _spread(decode, BR, BC, TALLP, WIDEP), tensor, ORDER)
+            y = _result(y, decode, tensor, bad, OUT, False, False, True, False, False)
         else:
             if BLOCKS:
                 decode = _spread(decode, BR, BC, TALLP, WIDEP)
@@ -839,8 +753,11 @@ def quantize_kernel(
 
     if OUT == "stats":
         x = _as_float64(raw, KIND)
-        q = _float(_value_of(y, F)).to(tl.float64)
-        if BLOCKS:
+        q = _value_of(y, F)
+        if ORDER.ordered:
+            q = _in_order(q, _spread(decode, BR, BC, TALLP, WIDEP), tensor, ORDER)
+        q = _float(q).to(tl.float64)
+        if BLOCKS and not ORDER.ordered:
             q = q * _spread(decode, BR, BC, TALLP, WIDEP).to(tl.float64)
         if TENSOR:
             q = q * tensor.to(tl.float64)
@@ -858,17 +775,8 @@ def quantize_kernel(
         y = y.to(out_ptr.dtype.element_ty)
         tl.store(target + (r * orow)[:, None] + (c * oc)[None, :], y, mask=there)
     if KEEP_SCALES:
-        kr = tl.arange(0, NR)
-        kc = tl.arange(0, NC)
-        if FAR:
-            kr = kr.to(tl.int64)
-            kc = kc.to(tl.int64)
-        blocks = (kr * TALL < rows_left)[:, None] & (kc * WIDE < cols_left)[None, :]
-        target = scales_ptr + _at(
-            b0, b1, tr.to(tl.int64) * NR, tc.to(tl.int64) * NC, s0, s1, sr, sc
-        )
         stored = stored.to(scales_ptr.dtype.element_ty)
-        tl.store(target + (kr * sr)[:, None] + (kc * sc)[None, :], stored, mask=blocks)
+        tl.store(scales_ptr + first_block + block_at, stored, mask=blocks)
 
 
 @triton.jit
@@ -877,21 +785,18 @@ def decode_kernel(
     R, C, N1, TR, TC,
     x0, x1, xr, xc, o0, o1, orow, oc, s0, s1, sr, sc,
     OUT: tl.constexpr, F: tl.constexpr, S: tl.constexpr, SCALES: tl.constexpr,
-    TENSOR: tl.constexpr, EXACT: tl.constexpr, SHORT: tl.constexpr,
+    TENSOR: tl.constexpr, EXACT: tl.constexpr, SHORT: tl.constexpr, ORDER: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, TALLP: tl.constexpr, WIDEP: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Values of codes and scales; `SCALES` is "none", "codes" or "float32"."""
+    """Values of codes and scales; `SCALES` is "none", "codes" or "float32".
+
+    Where values are formed in an order, the scales are its factors.
+    """
     b0, b1, tr, tc = _place(TR, TC, N1)
-    NR: tl.constexpr = BR // TALLP
-    NC: tl.constexpr = BC // WIDEP
-    row0 = tr.to(tl.int64) * (NR * TALL)
-    col0 = tc.to(tl.int64) * (NC * WIDE)
-    r, row_there = _steps(BR, TALL, TALLP, FAR)
-    c, col_there = _steps(BC, WIDE, WIDEP, FAR)
-    rows_left = tl.minimum(R - row0, NR * TALL).to(tl.int32)
-    cols_left = tl.minimum(C - col0, NC * WIDE).to(tl.int32)
-    there = (row_there & (r < rows_left))[:, None] & (col_there & (c < cols_left))[None, :]
+    row0, col0, r, c, there, rows_left, cols_left = _cells(
+        tr, tc, R, C, TALL, WIDE, TALLP, WIDEP, BR, BC, FAR
+    )
 
     source = codes_ptr + _at(b0, b1, row0, col0, x0, x1, xr, xc)
     code = tl.load(source + (r * xr)[:, None] + (c * xc)[None, :], mask=there, other=0)
@@ -899,24 +804,23 @@ def decode_kernel(
     block = _f32(ONE)
     tensor = _f32(ONE)
     if SCALES != "none":
-        kr = tl.arange(0, NR)
-        kc = tl.arange(0, NC)
-        if FAR:
-            kr = kr.to(tl.int64)
-            kc = kc.to(tl.int64)
-        blocks = (kr * TALL < rows_left)[:, None] & (kc * WIDE < cols_left)[None, :]
-        scales = scales_ptr + _at(
-            b0, b1, tr.to(tl.int64) * NR, tc.to(tl.int64) * NC, s0, s1, sr, sc
-        )
-        stored = tl.load(scales + (kr * sr)[:, None] + (kc * sc)[None, :], mask=blocks, other=0)
+        first_block, block_at, blocks = _block_cells(
+            b0, b1, tr, tc, rows_left, cols_left, s0, s1, sr, sc, TALL, WIDE, BR // TALLP,
+            BC // WIDEP, FAR,
+        )  # fmt: skip
+        stored = tl.load(scales_ptr + first_block + block_at, mask=blocks, other=0)
         if SCALES == "codes":
             block = _float(_value_of(stored.to(tl.int32), S))
         else:
             block = _float(stored)
         block = _spread(block, BR, BC, TALLP, WIDEP)
-    if TENSOR:
+    if TENSOR or ORDER.times_number:
         tensor = tl.load(tensor_ptr)
-    y = _result(bits, block, tensor, there, OUT, SCALES != "none", TENSOR, EXACT, SHORT, False)
+    if ORDER.ordered:
+        bits = _in_order(bits, block, tensor, ORDER)
+        y = _result(bits, block, tensor, there, OUT, False, False, True, False, False)
+    else:
+        y = _result(bits, block, tensor, there, OUT, SCALES != "none", TENSOR, EXACT, SHORT, False)
     target = out_ptr + _at(b0, b1, row0, col0, o0, o1, orow, oc)
     y = y.to(out_ptr.dtype.element_ty)
     tl.store(target + (r * orow)[:, None] + (c * oc)[None, :], y, mask=there)
@@ -933,13 +837,7 @@ def amax_kernel(
 ):  # fmt: skip
     """Bits of the largest ``|x|`` of the tensor, x rounded to float32 (and rotated), NaN skipped."""
     b0, b1, tr, tc = _place(TR, TC, N1)
-    row0 = tr.to(tl.int64) * (BR // TALLP * TALL)
-    col0 = tc.to(tl.int64) * (BC // WIDEP * WIDE)
-    r, row_there = _steps(BR, TALL, TALLP, FAR)
-    c, col_there = _steps(BC, WIDE, WIDEP, FAR)
-    rows_left = tl.minimum(R - row0, BR // TALLP * TALL).to(tl.int32)
-    cols_left = tl.minimum(C - col0, BC // WIDEP * WIDE).to(tl.int32)
-    there = (row_there & (r < rows_left))[:, None] & (col_there & (c < cols_left))[None, :]
+    row0, col0, r, c, there, _, _ = _cells(tr, tc, R, C, TALL, WIDE, TALLP, WIDEP, BR, BC, FAR)
     source = x_ptr + _at(b0, b1, row0, col0, x0, x1, xr, xc)
     raw = tl.load(source + (r * xr)[:, None] + (c * xc)[None, :], mask=there, other=0)
     bits = _widened(raw, KIND)

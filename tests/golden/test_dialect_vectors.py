@@ -93,7 +93,11 @@ def differing(record: dict[str, Any], fmt: str, backend: str) -> str:
     options = {}
     if "global_amax" in record and fpemu.get_format(fmt).tensor_scaled:
         options["amax"] = float(unhex([record["global_amax"]])[0])
-    got = fpemu.encode(give(backend, x), fmt, backend=backend, **options)
+    return difference(record, fmt, fpemu.encode(give(backend, x), fmt, backend=backend, **options))
+
+
+def difference(record: dict[str, Any], fmt: str, got: fpemu.Encoded) -> str:
+    """'' where `got` has all that was recorded, else what differs."""
     scale = as_numpy(got.scales).tolist()
     if _positive_nan(scale, fmt) != _positive_nan(record["scale"], fmt):
         return f"scale {scale}, recorded {record['scale']}"
@@ -130,6 +134,6 @@ def test_recorded_blocks(impl: str, backend: str) -> None:
     wrong = []
     for record in RECORDS[impl]:
         fmt = IMPLEMENTATIONS[impl].format(record["format"])
-        if difference := differing(record, fmt, backend):
-            wrong.append(f"{fmt} {record['case']}: {difference}")
+        if what := differing(record, fmt, backend):
+            wrong.append(f"{fmt} {record['case']}: {what}")
     assert not wrong, f"{len(wrong)} of {len(RECORDS[impl])} blocks\n" + "\n".join(wrong[:5])

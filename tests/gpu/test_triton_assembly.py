@@ -65,6 +65,27 @@ def empty(dtype: str, shape: tuple[int, ...] = (64, 256)) -> Any:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
+#: One of each way of scaling, of treating what has no code, and of decoding.
+DIALECTS = [
+    ("nvfp4/te-ref", "bfloat16", "bfloat16", {}),
+    ("nvfp4/te-ref", "bfloat16", "codes", {"axis": 0}),
+    ("nvfp4/te-ref", "bfloat16", "within", {}),
+    ("nvfp4/te-fast", "float32", "codes", {}),
+    ("nvfp4/te-4over6-mse-256", "bfloat16", "codes", {}),
+    ("nvfp4/te-4over6-mae-256-fast", "float32", "float32", {"shape": (7, 33)}),
+    ("nvfp4/fouroversix-mae", "bfloat16", "bfloat16", {}),
+    ("nvfp4/fouroversix-absmax", "float32", "codes", {"axis": 0}),
+    ("nvfp4/modelopt", "float16", "float16", {}),
+    ("nvfp4/torchao", "float32", "float64", {}),
+    ("nvfp4/quark", "bfloat16", "codes", {"rounding": "sr"}),
+    ("mxfp4/modelopt", "bfloat16", "bfloat16", {"rounding": "rnz"}),
+    ("mxfp4/qutlass-absmax", "bfloat16", "bfloat16", {}),
+    ("mxfp8_e5m2/torchao-0.18-even", "float64", "codes", {}),
+    ("mxfp8_e4m3/te", "float32", "bfloat16", {}),
+    ("mxint8/compressed-tensors", "bfloat16", "codes", {}),
+]
+
+
 def _family(name: str) -> Any:
     """What one family launches."""
 
@@ -113,9 +134,22 @@ def _family(name: str) -> Any:
         families[f"{fmt} rtp"] = quantize(fmt, "float32", "float16", "rtp")
     for fmt, kind in itertools.product(("fp16", "mxfp8_e5m2"), ("float64", "int64", "uint32")):
         families[f"{fmt} {kind}"] = quantize(fmt, kind, "float32")
-    measured = backend._Call(request(empty("bfloat16"), "nvfp4", "sr"))
-    scalars, parts = empty("float32", (528,)), empty("float64", (0, backend.MEASURES))
-    families["measures"] = lambda: measured.run(parts, "stats", measured.scales(), scalars)
+
+    def measure(fmt: str) -> Any:
+        ask, parts = request(empty("bfloat16"), fmt, "sr"), empty("float64", (0, backend.MEASURES))
+
+        def run() -> None:
+            call = backend._Call(ask)
+            call.run(parts, "stats", call.scales())
+
+        return run
+
+    families["measures"] = measure("nvfp4")
+    families["measures of a dialect"] = measure("nvfp4/te-ref")
+    for fmt, kind, out, rest in DIALECTS:
+        families[f"{fmt} {kind} {out}"] = quantize(fmt, kind, out, **rest)
+    for fmt in ("nvfp4/te-ref", "nvfp4/fouroversix-mae", "nvfp4/modelopt", "mxfp8_e4m3/te"):
+        families[f"decode {fmt}"] = decode(fmt, "bfloat16")
     for fmt in ("int8", "e8m0", "ue4m3", "e4m3fnuz", "nvfp4/2d", "fp8_block_e4m3/2d/fp32"):
         families[f"{fmt} bfloat16"] = quantize(fmt, "bfloat16", "bfloat16")
     return families if name == "" else families[name]
@@ -151,6 +185,18 @@ def addresses_are_wide(ptx: str) -> bool:
     )
     accesses = [line for line in lines if re.match(r"(ld|st)\.global|atom\.", line)]
     return products > 0 and all(re.search(r"\[ ?%rd\d+", line) for line in accesses)
+
+
+def test_dialects_divide_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a library divides, the quotient is rounded once; where it multiplies, none is formed."""
+    for name, divides in (
+        ("nvfp4/modelopt float16 float16", True),
+        ("nvfp4/te-ref bfloat16 bfloat16", False),
+    ):
+        built = launches(monkeypatch, _family(name))[-1].build("sm_90")
+        opcodes = triton_build.ptx_opcodes(built.ptx)
+        assert (opcodes["div.rn.f32"] > 0) == divides, name
+        assert not any("f64" in op for op in opcodes), name
 
 
 def test_stores_and_loads_are_vectors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,3 +13,4 @@ if not torch.cuda.is_available():
     )
 
 from gpu.triton_bodies import *  # noqa: E402, F403
+from gpu.triton_dialect_bodies import *  # noqa: E402, F403

@@ -7,7 +7,6 @@ Not collected by itself: `test_triton_interpreted.py` runs this file with ``TRIT
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -119,7 +118,7 @@ def test_elements(fmt: str) -> None:
     """All roundings on ties and their neighbours, specials and random patterns."""
     near = ties(fmt if fmt not in ("fp32", "tf32") else "bf16")
     rng = np.random.default_rng(len(fmt))
-    x = np.concatenate([rng.choice(near, 160), specials(), patterns(np.float32, 80, 1)])
+    x = np.concatenate([rng.choice(near, 110), specials(), patterns(np.float32, 50, 1)])
     x, row = clean(x, fmt), fpemu.get_format(fmt)
     given = to_device(x)
     roundings = (*DETERMINISTIC, "rne", "sr", "sr")
@@ -194,8 +193,9 @@ def test_all_bfloat16_inputs() -> None:
         want = fpemu.encode(x, fmt)
         got = fpemu.encode(to_device(x), fmt, backend="triton")
         assert_same_parts(got, want, x, fmt)
-        got = fpemu.quantize(to_device(x), fmt, backend="triton")
-        assert_same_bits(got, fpemu.quantize(x, fmt), x, fmt)
+        if fmt in ("e4m3", "nvfp4/1level"):
+            got = fpemu.quantize(to_device(x), fmt, backend="triton")
+            assert_same_bits(got, fpemu.quantize(x, fmt), x, fmt)
 
 
 # A user's own formats ----------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_own_formats(name: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["e4m3", "mxfp4", "nvfp4", "bf16", "fp8_block_e4m3/2d"])
 def test_random_words(fmt: str) -> None:
-    x = sample(fmt, 6, 48, 7)
+    x = sample(fmt, 3, 48, 7)
     words = np.random.default_rng(8).integers(0, 1 << 32, x.shape, np.uint32)
     check(x, fmt, rounding="sr", random_bits=words)
     check(x, fmt, rounding="sr", seed=(1 << 64) - 1, stream=(1 << 63) + 5, offset=(1 << 34) + 4)
@@ -263,11 +263,11 @@ def test_memory_layouts(fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["e2m1", "mxfp8_e4m3", "nvfp4", "fp8_block_e4m3/2d/fp32"])
 def test_any_axis_any_order(fmt: str) -> None:
-    x = np.random.default_rng(2).standard_normal((2, 2, 3, 34)).astype(np.float32)
+    x = np.random.default_rng(2).standard_normal((2, 2, 3, 18)).astype(np.float32)
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)):
         dense = np.ascontiguousarray(x.transpose(order))
         view = to_device(dense).permute([order.index(a) for a in range(4)])
-        for axis in range(4):
+        for axis in range(1 if fmt == "e2m1" else 4):
             options = {"rounding": "sr", "seed": 4} if (axis + order[0]) % 2 else {}
             want = fpemu.encode(x, fmt, axis=axis, **options)
             got = fpemu.encode(view, fmt, axis=axis, backend="triton", **options)
@@ -322,9 +322,9 @@ def test_tiles_meet() -> None:
     rng = np.random.default_rng(9)
     for shape in ((4097,), (2, 2047), (65, 33), (3, 2, 1030)):
         x = rng.standard_normal(shape).astype(np.float32)
-        for fmt, options in itertools.product(
-            ("e5m2", "nvfp4"), ({}, {"rounding": "sr", "seed": 1, "offset": 2})
-        ):
+        for fmt in ("e5m2", "nvfp4"):
+            odd = (len(shape) + shape[0] + (fmt == "nvfp4")) % 2
+            options = {"rounding": "sr", "seed": 1, "offset": 2} if odd else {}
             want = fpemu.encode(x, fmt, **options)
             got = fpemu.encode(to_device(x), fmt, backend="triton", **options)
             assert_same_parts(got, want, note=f"{fmt} {shape} {options}")
@@ -355,9 +355,10 @@ def test_rotated(size: int, dtype: str) -> None:
         want = fpemu.encode(rotated, fmt, axis=axis, **options)
         ask = request(x, fmt, axis=axis, rounding=options.get("rounding", "rne"))
         ask.random = Random(3) if options else None
-        for given in (to_device(x), to_device(np.ascontiguousarray(x.T).T)):
-            assert_same_parts(backend.encode(replace(ask, x=given), rotation), want, note=fmt)
+        given = to_device(x if axis == 1 else np.ascontiguousarray(x.T).T)
+        assert_same_parts(backend.encode(replace(ask, x=given), rotation), want, note=fmt)
         out = torch.empty(shape, dtype=given.dtype, device=DEVICE)
+        given = to_device(x if axis == 0 else np.ascontiguousarray(x.T).T)
         backend.quantize(replace(ask, x=given), out, rotation)
         assert_same_bits(out, fpemu.quantize(rotated, fmt, axis=axis, **options), note=fmt)
 
