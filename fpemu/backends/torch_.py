@@ -463,7 +463,8 @@ def _tensor_scale(request: Request, granule: tuple[int, ...]) -> scaling.TensorS
         # Rounding is monotone: the float32 amax is the amax rounded.
         amax = _store(_exact(top, torch.float64), torch.float32)
     if dialect is not None:
-        return torch_dialects.tensor_scale(_ops(request), fmt, amax)
+        given = request.amax is not None
+        return torch_dialects.tensor_scale(_ops(request), fmt, amax, given)
     return scaling.multiplier_rule(fmt).tensor(OPS, fmt, amax)
 
 

@@ -37,10 +37,11 @@ class Prepared(NamedTuple):
     scales: Scales
 
 
-def tensor_scale(ops: Ops, fmt: BlockFormat, amax: Tensor) -> TensorScale:
+def tensor_scale(ops: Ops, fmt: BlockFormat, amax: Tensor, given: bool) -> TensorScale:
+    """The rule's; an amax that the caller gives is taken as it is."""
     dialect = dialect_of(fmt)
     assert dialect is not None
-    if dialect.narrow:
+    if dialect.narrow and not given:
         amax = to_bfloat16(ops, amax)
     return dialect.tensor(ops, fmt, amax)
 

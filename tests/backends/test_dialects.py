@@ -279,3 +279,13 @@ def test_a_planted_error_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         dialect_of.cache_clear()
         numba_dialects._rule.cache_clear()
+
+
+@pytest.mark.parametrize("name", [n for n in KINDS if formats.TABLE[n].tensor_scaled])
+def test_a_given_amax_is_taken_as_it_is(name: str) -> None:
+    """One that bfloat16 does not have, too, where the dialect rounds x to bfloat16."""
+    x, amax = hard(8, 32, 5), 1234.5678
+    want = outputs(x, name, "oracle", amax=amax)
+    for backend in FAST:
+        for got, right in zip(outputs(x, name, backend, amax=amax), want, strict=True):
+            assert_same_bits(got, right, note=f"{name} {backend}")
