@@ -142,5 +142,9 @@ def test_labels_do_not_touch_and_stay_in_order():
     style.plt.close(figure)
 
 
-def test_no_figure_stays_open(study):
-    assert style.plt.get_fignums() == []
+def test_a_saved_figure_does_not_stay_open(record, tmp_path):
+    before = style.plt.get_fignums()  # tests that share the process may leave some
+    figure, _ = style.new()
+    assert len(style.plt.get_fignums()) == len(before) + 1
+    style.save(figure, tmp_path / "trial", record)
+    assert style.plt.get_fignums() == before
