@@ -42,7 +42,7 @@ bench: $(VENV)/.test  ## speed against a memory copy and against peers
 	@$(RUN) benchmarks/bench_core.py $(ARGS)
 	@$(RUN) benchmarks/bench_gemm.py
 
-hardware: $(VENV)/.test  ## on a GPU: compare every path with it, then measure (10 min)
+hardware: $(VENV)/.test  ## on a GPU: compare every path with it, then measure
 	@$(RUN) -m fpemu verify $(ARGS)
 	@$(RUN) benchmarks/bench_gpu.py
 
@@ -55,7 +55,7 @@ figures: $(VENV)/.core  ## draw every figure from the committed records
 paper: $(VENV)/.core  ## build the paper from the committed records; needs LaTeX
 	@$(RUN) paper/build.py $(ARGS)
 
-reproduce: $(VENV)/.core  ## run every experiment anew, draw, build a local paper (2 hours)
+reproduce: $(VENV)/.core  ## run every experiment anew, draw, build a local paper (hours)
 	@$(RUN) experiments/reproduce.py $(ARGS)
 
 peers: $(PEERS)/.peers  ## other libraries, in an environment of their own (.venv-peers)

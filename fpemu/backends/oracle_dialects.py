@@ -1192,12 +1192,17 @@ def encode(request: Request) -> Parts:
 
 
 def within(request: Request) -> Array:
-    """Where the value that is cast lies in +-max, ends included; NaN does not."""
-    assert isinstance(request.fmt, BlockFormat)
-    largest = bits(o.grid(request.fmt.element).largest)
+    """Where the value that is cast lies in +-max, ends included; NaN does not, nor does a block
+    whose scale is NaN."""
+    fmt = request.fmt
+    assert isinstance(fmt, BlockFormat) and fmt.scale is not None
+    largest = bits(o.grid(fmt.element).largest)
     flat = np.zeros(math.prod(request.x.shape), dtype=bool)
     for where, scaled in _prepare(request).blocks:
-        flat[where] = [magnitude(a) <= largest for a in scaled.cast]
+        if not o.value_of(fmt.scale, scaled.stored).is_nan:
+            flat[where] = [magnitude(a) <= largest for a in scaled.cast]
+    # NaN by what it was: Four Over Six casts a number in its place.
+    flat &= [not x.is_nan for x in o.numbers(request.x, request.kind)]
     return flat.reshape(request.x.shape)
 
 

@@ -439,6 +439,7 @@ class Scaled(NamedTuple):
     value: Exact
     scales: Tensor | None
     bad: Tensor | None  # blocks whose codes are all 0, because their scale is NaN
+    before: Exact | None = None  # a dialect's values before the steps of its library
 
 
 def _tensor_scale(request: Request, granule: tuple[int, ...]) -> scaling.TensorScale | None:
@@ -483,9 +484,12 @@ def _scaled(
         assert tensor is not None
         bits = _bits(_store(e, torch.float32))
         blocks = torch.where(e.nan & e.negative, bits | -1 << 31, bits).view(torch.float32)
-        p, scales_ = torch_dialects.prepare(_ops(request), fmt, request.rounding, blocks, tensor)
+        p, scales_, unaltered = torch_dialects.prepare(
+            _ops(request), fmt, request.rounding, blocks, tensor
+        )
         bad = scales_.factor != scales_.factor
-        return Scaled(_exact(_bits(p), torch.float32), scales_.stored, bad)
+        value, before = (_exact(_bits(t), torch.float32) for t in (p, unaltered))
+        return Scaled(value, scales_.stored, bad, before)
     threshold = scaling.exponent_rule(fmt)
     if threshold is not None:
         code = _mx_scales(_amax(e, ignore_nan=False), fmt, threshold)
@@ -641,7 +645,8 @@ def within(request: Request) -> Tensor:
         tensor = _tensor_scale(request, granule)
         for chunk in _walk(shape, granule, x.device):
             scaled = _scaled(request, chunk, granule, tensor)
-            ok = _at_most(scaled.value, element_format(request.fmt).max)
+            value = scaled.value if scaled.before is None else scaled.before
+            ok = _at_most(value, element_format(request.fmt).max)
             if scaled.bad is not None:
                 ok = ok & ~scaled.bad.unsqueeze(-1)
             _no_0d(inside)[chunk.at].copy_(_from_blocks(ok, granule, chunk.shape))

@@ -31,10 +31,12 @@ _SIGN = -(1 << 31)
 
 
 class Prepared(NamedTuple):
-    """Blocks ready for the cast: values (float32), scale codes and decode factors."""
+    """Blocks ready for the cast: values (float32), scale codes and decode factors; and the values
+    before the library's own steps for zeros, NaN, infinity and elements."""
 
     p: Tensor
     scales: Scales
+    scaled: Tensor
 
 
 def tensor_scale(ops: Ops, fmt: BlockFormat, amax: Tensor, given: bool) -> TensorScale:
@@ -61,22 +63,29 @@ def prepare(ops: Ops, fmt: BlockFormat, rounding: str, x: Tensor, tensor: Tensor
         four = dialect.four(ops, fmt, amax, tensor)
         pick = _four_is_better(ops, dialect, x, scales, four, tensor)
         scales = Scales(*(torch.where(pick, b, a) for a, b in zip(scales, four, strict=True)))
-    return Prepared(_scaled(ops, fmt, dialect, rounding, x, scales), scales)
+    operand = scales.multiplier.unsqueeze(-1)
+    scaled = x * operand if dialect.apply == "multiply" else x / operand
+    if dialect.apply == "divide-times-3":
+        scaled = scaled * _f32(ops, x, 3.0)
+    return Prepared(_own_steps(ops, fmt, dialect, rounding, x, operand, scaled), scales, scaled)
 
 
 def _f32(ops: Ops, like: Tensor, value: float) -> Tensor:
     return ops.f32(like, value)
 
 
-def _scaled(
-    ops: Ops, fmt: BlockFormat, dialect: Dialect, rounding: str, x: Tensor, scales: Scales
+def _own_steps(
+    ops: Ops,
+    fmt: BlockFormat,
+    dialect: Dialect,
+    rounding: str,
+    x: Tensor,
+    operand: Tensor,
+    p: Tensor,
 ) -> Tensor:
-    operand = scales.multiplier.unsqueeze(-1)
+    """What a library does to the scaled elements `p` before it casts them."""
     if dialect.rounds_itself:
-        return _microxcaling(ops, fmt, rounding, x, operand)
-    p = x * operand if dialect.apply == "multiply" else x / operand
-    if dialect.apply == "divide-times-3":
-        p = p * _f32(ops, x, 3.0)
+        return _microxcaling(ops, fmt, rounding, p, operand)
     zero = zero_sign(dialect, fmt.element)
     if zero in ("plus", "minus"):
         p = torch.where(p == 0, _f32(ops, x, 0.0 if zero == "plus" else -0.0), p)
@@ -167,15 +176,14 @@ def _wrap(ops: Ops, p: Tensor, operand: Tensor) -> Tensor:
     return torch.where(fits, p, value)
 
 
-def _microxcaling(ops: Ops, fmt: BlockFormat, rounding: str, x: Tensor, operand: Tensor) -> Tensor:
+def _microxcaling(ops: Ops, fmt: BlockFormat, rounding: str, y: Tensor, operand: Tensor) -> Tensor:
     """Elements by a private exponent; see `dialect_loops.microxcaling`."""
     element = fmt.element
-    y = x / operand
-    a = in_kind(ops, torch.where(y == y, y.abs(), _f32(ops, x, 0.0)))
+    a = in_kind(ops, torch.where(y == y, y.abs(), _f32(ops, y, 0.0)))
     man = element.man_bits - element.is_integer
     exponent = torch.zeros_like(a, dtype=torch.int32)
     if not element.is_integer:
-        safe = torch.where((a > 0) & (a < _INF), a, _f32(ops, x, 1.0))
+        safe = torch.where((a > 0) & (a < _INF), a, _f32(ops, y, 1.0))
         exponent = floor_log2(ops, safe).clamp(min=element.emin)
     up = ops.from_bits((man - exponent + 127) << 23)
     down = ops.from_bits((exponent - man + 127) << 23)
@@ -183,15 +191,15 @@ def _microxcaling(ops: Ops, fmt: BlockFormat, rounding: str, x: Tensor, operand:
     if rounding == "rtz":
         r = v.floor()
     else:
-        half = _f32(ops, x, 0.5)
+        half = _f32(ops, y, 0.5)
         near, rest = in_kind(ops, v + half), in_kind(ops, v - half)
         r = near.floor()
         if rounding == "rne":
             pair = rest * half
             r = torch.where((rest >= 0) & (pair.floor() == pair), r - 1, r)
     p = r * down
-    p = torch.where(p > element.max, _f32(ops, x, element.max), p)
-    p = torch.where(operand == operand, p, _f32(ops, x, 0.0))
+    p = torch.where(p > element.max, _f32(ops, y, element.max), p)
+    p = torch.where(operand == operand, p, _f32(ops, y, 0.0))
     return torch.where(y < 0, -p, p)
 
 

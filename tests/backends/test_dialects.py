@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import BF16, DIALECTS, FAST, as_numpy, assert_same_bits, give
+from helpers import BF16, DIALECTS, FAST, as_numpy, assert_same_bits, give, request
 
 import fpemu
 from fpemu import formats
-from fpemu.backends import numba_dialects
+from fpemu.backends import numba_, numba_dialects, oracle, torch_
 from fpemu.dialects import DIALECTS as RULES
 from fpemu.dialects import Dialect, dialect_of, log2_slack
 
@@ -289,3 +289,16 @@ def test_a_given_amax_is_taken_as_it_is(name: str) -> None:
     for backend in FAST:
         for got, right in zip(outputs(x, name, backend, amax=amax), want, strict=True):
             assert_same_bits(got, right, note=f"{name} {backend}")
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_what_is_in_range_is_the_same_everywhere(name: str) -> None:
+    """Of the scaled value, before a library replaces NaN or wraps around; no NaN scale's block."""
+    ordinary = hard(16, 64, 6)
+    assert oracle.within(request(ordinary, name, axis=1)).any()
+    for x in (ordinary, special(ordinary)):
+        want = oracle.within(request(x, name, axis=1))
+        assert_same_bits(numba_.within(request(x, name, axis=1)), want, note="numba")
+        ask = request(x, name, axis=1)
+        ask.x = give("torch", x)
+        assert_same_bits(as_numpy(torch_.within(ask)), want, note="torch")
