@@ -236,13 +236,13 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A record that says ``"ok"``.
+def read_record(path: Path, experiment: str | None = None) -> dict[str, Any]:
+    """A record that says ``"ok"``, of a certain experiment or of any.
 
     Raises
     ------
     ValueError
-        Where the file is no record, or is the record of a failure.
+        Where the file is no record, is the record of a failure, or of another experiment.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -262,6 +262,11 @@ def read_record(path: Path) -> dict[str, Any]:
     if record["status"] != "ok":
         raise ValueError(
             f"read_record: {path} records a failure ({record['error']}); run the experiment again."
+        )
+    if experiment is not None and record["experiment"] != experiment:
+        raise ValueError(
+            f"read_record: {path} is a record of {record['experiment']!r}, not of {experiment!r};"
+            f" name a record of experiments/{experiment}.py."
         )
     return record
 

@@ -19,7 +19,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import harness
 from figures import style
 
 Rows = list[dict[str, Any]]
@@ -218,24 +217,13 @@ def wgrad(record: dict[str, Any]) -> Figure:
 # All of them -------------------------------------------------------------------------------------
 
 
-def draw(path: Path, out: Path) -> list[Path]:
-    """Draw every figure; returns the files.
+def figures(record: dict[str, Any]) -> dict[str, Figure]:
+    return {"_error": error(record), "_bias": bias(record), "_wgrad": wgrad(record)}
 
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run or another experiment.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != "accumulation":
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws"
-            " 'accumulation'. Name a record of experiments/accumulation.py."
-        )
-    written: list[Path] = []
-    for name, make in {"error": error, "bias": bias, "wgrad": wgrad}.items():
-        written += style.save(make(record), out / f"{path.stem}_{name}", record)
-    return written
+
+def draw(path: Path, out: Path) -> list[Path]:
+    """Draw every figure; the arguments, result and errors are those of `style.draw`."""
+    return style.draw("accumulation", figures, path, out)
 
 
 def main() -> int:

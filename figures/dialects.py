@@ -23,7 +23,6 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from experiments import harness
 from figures import style
 
 Rows = list[dict[str, Any]]
@@ -361,31 +360,19 @@ def offset(kinds: Sequence[str], kind: str) -> float:
 # All of them -------------------------------------------------------------------------------------
 
 
-def draw(path: Path, out: Path) -> list[Path]:
-    """Draw every figure; returns the files.
-
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run or another experiment.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != "dialects":
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws 'dialects'."
-            " Name a record of experiments/dialects.py."
-        )
+def figures(record: dict[str, Any]) -> dict[str, Figure]:
     weights, gradients = swept_kinds(record["metrics"])
-    made = {
-        "": lambda: matrices(record, weights),
-        "_gradient": lambda: matrices(record, gradients),
-        "_scale": lambda: scale(record),
-        "_sqnr": lambda: sqnr(record),
+    return {
+        "": matrices(record, weights),
+        "_gradient": matrices(record, gradients),
+        "_scale": scale(record),
+        "_sqnr": sqnr(record),
     }
-    written: list[Path] = []
-    for suffix, make in made.items():
-        written += style.save(make(), out / f"{path.stem}{suffix}", record)
-    return written
+
+
+def draw(path: Path, out: Path) -> list[Path]:
+    """Draw every figure; the arguments, result and errors are those of `style.draw`."""
+    return style.draw("dialects", figures, path, out)
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import harness, studies, verdicts
+from experiments import studies, verdicts
 from figures import style
 
 NAME = "loss_curves"
@@ -101,9 +101,15 @@ def curves(
 
 def forest(
     axes: Axes, rows: Sequence[dict[str, Any]], losses: dict[str, dict[int, float]],
-    found: dict[str, Any], unit: str = "nats per byte",
+    found: dict[str, Any], shade: Callable[[str], str] = shade,
 ) -> None:  # fmt: skip
-    """A line per row of ``arm``, ``reference``, ``mean``, ``low``, ``high``, ``verdict``."""
+    """A line per row of ``arm``, ``reference``, ``mean``, ``low``, ``high``, ``verdict``.
+
+    Parameters
+    ----------
+    shade : callable
+        From an arm to its colour.
+    """
     axes.axvspan(-found["margin"], found["margin"], color="#efefef", linewidth=0, zorder=0)
     floor = found["chaos_floor"]
     axes.axvspan(-floor, floor, color="#d0d0d0", linewidth=0, zorder=0)
@@ -329,6 +335,39 @@ def proxy(record: dict[str, Any]) -> dict[str, Figure]:
     return {"proxy": figure}
 
 
+def parts(record: dict[str, Any]) -> dict[str, Figure]:
+    """Kurtosis of X and dY, and how much of dY is zeroed, by part of each model."""
+    rows = {(r["model"], r["part"], r["tensor"]): r for r in record["metrics"]["parts"]}
+    names = list(dict.fromkeys((model, part) for model, part, _ in rows))
+    figure, (left, right) = style.new(
+        1, 2, figsize=(style.DOUBLE, 0.8 + 0.2 * len(names)), sharey=True
+    )
+    places = np.arange(len(names))
+    for tensor, mark in (("x", "o"), ("dy", "s")):
+        values = [rows[(*name, tensor)]["kurtosis"] for name in names]
+        filled = "black" if tensor == "x" else "white"
+        left.plot(
+            values, places, mark, color="black", markerfacecolor=filled,
+            label={"x": "X", "dy": "dY"}[tensor],
+        )  # fmt: skip
+    left.set_xscale("symlog", linthresh=1)
+    left.set_xlabel("excess kurtosis, median over layers and seeds")
+    left.legend(frameon=False, fontsize=6.5, loc="best")
+    lowest = 0.01  # percent
+    for fmt, mark in (("e4m3", "o"), ("fp16", "D"), ("mxfp4/rceil", "s"), ("nvfp4", "^")):
+        values = [100 * rows[(*name, "dy")][f"zeroed {fmt}"] for name in names]
+        right.plot(
+            style.on_log(values, lowest), places, mark, color=style.colour(fmt), label=fmt,
+            markersize=3.5,
+        )  # fmt: skip
+    style.percent_axis(right, "x", lowest)
+    right.set_xlabel("dY that becomes zero, %")
+    right.legend(frameon=False, fontsize=6.5, loc="upper left", bbox_to_anchor=(1, 1))
+    left.set_yticks(places, [f"{model}: {part}" for model, part in names])
+    left.set_ylim(len(names) - 0.5, -0.5)
+    return {"parts": figure}
+
+
 DRAWINGS: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
     "recipes": recipes,
     "ablations": gaps_only("ablations"),
@@ -337,41 +376,25 @@ DRAWINGS: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
     "switch": switch,
     "accumulation": gaps_only("accumulation"),
     "hybrid": gaps_only("hybrid"),
+    "parts": parts,
     "proxy": proxy,
     "tune": chaos,
     "predict": lambda record: {},
 }
 
 
-def draw(path: Path, out: Path) -> list[Path]:
-    """Draw the figures of a study; returns the files.
+def figures(record: dict[str, Any]) -> dict[str, Figure]:
+    made = DRAWINGS[record["point"]["study"]](record)
+    return {f"_{name}": figure for name, figure in made.items()}
 
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run or another experiment.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != NAME:
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws {NAME!r}."
-            " Name a record of experiments/loss_curves.py."
-        )
-    written: list[Path] = []
-    for name, figure in DRAWINGS[record["point"]["study"]](record).items():
-        written += style.save(figure, out / f"{NAME}_{name}", record)
-    return written
+
+def draw(path: Path, out: Path) -> list[Path]:
+    """Draw the figures of a study; the arguments, result and errors are those of `style.draw`."""
+    return style.draw(NAME, figures, path, out, stem=NAME)
 
 
 def main() -> int:
-    """Draw the records named; where none is, those of results/full."""
-    if any(word.endswith(".json") for word in sys.argv[1:]):
-        return style.command(NAME, __doc__ or "", draw)
-    options, status = sys.argv[1:], 0
-    for path in sorted((style.ROOT / "results" / "full").glob(f"{NAME}_*.json")):
-        sys.argv[1:] = [str(path), *options]
-        status |= style.command(NAME, __doc__ or "", draw)
-    return status
+    return style.command(NAME, __doc__ or "", draw, "results/full", f"{NAME}_*.json")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import harness
 from figures import style
 
 NAME = "loss_scale"
@@ -122,24 +121,12 @@ def draw_trace(axes: Axes, record: dict[str, Any]) -> tuple[int, list[tuple[floa
 
 
 def draw(path: Path, out: Path) -> list[Path]:
-    """Draw the figure; returns the files.
-
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run or another experiment.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != NAME:
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws {NAME!r}."
-            " Name a record of experiments/loss_scale.py."
-        )
-    return style.save(sweep(record), out / path.stem, record)
+    """Draw the figure; the arguments, result and errors are those of `style.draw`."""
+    return style.draw(NAME, lambda record: {"": sweep(record)}, path, out)
 
 
 def main() -> int:
-    return style.command(NAME, __doc__ or "", draw)
+    return style.command(NAME, __doc__ or "", draw, "results/full")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments import harness
 from figures import loss_curves, style
 
 NAME = "masters"
@@ -99,30 +98,17 @@ def gaps(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw(path: Path, out: Path) -> list[Path]:
-    """Draw both figures; returns the files.
+def figures(record: dict[str, Any]) -> dict[str, Figure]:
+    return {"_moves": moves(record), "_gaps": gaps(record)}
 
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run or another experiment.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != NAME:
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws {NAME!r}."
-            " Name a record of experiments/masters.py."
-        )
-    made = {"moves": moves(record), "gaps": gaps(record)}
-    return [
-        file
-        for name, figure in made.items()
-        for file in style.save(figure, out / f"{path.stem}_{name}", record)
-    ]
+
+def draw(path: Path, out: Path) -> list[Path]:
+    """Draw both figures; the arguments, result and errors are those of `style.draw`."""
+    return style.draw(NAME, figures, path, out)
 
 
 def main() -> int:
-    return style.command(NAME, __doc__ or "", draw)
+    return style.command(NAME, __doc__ or "", draw, "results/full")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ record of --tensor, the table. The same record gives the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from experiments import harness
 from experiments.outliers import LABELS, LOSSES, label, worst
 from figures import style
 
@@ -401,43 +399,26 @@ SAID = {"power": "powers", "spike": "one spike", "natural": "Student-t"}
 # All of them -------------------------------------------------------------------------------------
 
 
-def draw(path: Path, folder: Path) -> list[Path]:
-    """Draw a record's figures into `folder`; returns the files."""
-    record = harness.read_record(path)
-    if record["experiment"] != NAME:
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']}; name one of {NAME}.py."
-        )
-    made = {"tensors": tensors(record)}
+def figures(record: dict[str, Any]) -> dict[str, Figure]:
+    """What the record has data for: of a user's tensors, the first figure alone."""
+    made = {"_tensors": tensors(record)}
     if "growth" in record["metrics"]:
         made |= {
-            "channel": growing(record, "channel"),
-            "value": growing(record, "value"),
-            "rotation": rotation(record),
-            "crossing": crossing(record),
+            "_channel": growing(record, "channel"),
+            "_value": growing(record, "value"),
+            "_rotation": rotation(record),
+            "_crossing": crossing(record),
         }
-    return [
-        file
-        for name, figure in made.items()
-        for file in style.save(figure, folder / f"{path.stem}_{name}", record)
-    ]
+    return made
+
+
+def draw(path: Path, out: Path) -> list[Path]:
+    """Draw every figure; the arguments, result and errors are those of `style.draw`."""
+    return style.draw(NAME, figures, path, out)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = ROOT / "results" / "full" / f"{NAME}.json"
-    parser.add_argument("record", nargs="?", type=Path, default=default, metavar="RECORD")
-    parser.add_argument("--out", type=Path, default=ROOT / "figures", metavar="DIR")
-    args = parser.parse_args()
-    try:
-        written = draw(args.record, args.out)
-    except ValueError as error:
-        print(f"figures/{NAME}.py: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(str(path) for path in written))
-    return 0
+    return style.command(NAME, __doc__ or "", draw, "results/full")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import harness
 from figures import style
 
 #: What a claim says, as words between arm and reference.
@@ -102,20 +101,8 @@ def differences(
 
 
 def draw(path: Path, out: Path) -> list[Path]:
-    """Draw the figure; returns the files.
-
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run or another experiment.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != "recipes":
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws 'recipes'."
-            " Name a record of experiments/recipes.py."
-        )
-    return style.save(verdicts(record), out / path.stem, record)
+    """Draw the figure; the arguments, result and errors are those of `style.draw`."""
+    return style.draw("recipes", lambda record: {"": verdicts(record)}, path, out)
 
 
 def main() -> int:

@@ -20,7 +20,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import harness
 from figures import style
 
 Rows = list[dict[str, Any]]
@@ -294,30 +293,17 @@ def converging(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
 FIGURES = {"map": bias_map, "split": parts, "scales": scales, "bits": bits, "gradients": gradients}
 
 
-def draw(path: Path, out: Path) -> list[Path]:
-    """Draw every figure; returns the files.
+def figures(record: dict[str, Any]) -> dict[str, Figure]:
+    return {f"_{name}": make(record) for name, make in FIGURES.items()}
 
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run or another experiment.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != "rounding":
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws 'rounding'."
-            " Name a record of experiments/rounding.py."
-        )
-    written: list[Path] = []
-    for name, make in FIGURES.items():
-        written += style.save(make(record), out / f"{path.stem}_{name}", record)
-    return written
+
+def draw(path: Path, out: Path) -> list[Path]:
+    """Draw every figure; the arguments, result and errors are those of `style.draw`."""
+    return style.draw("rounding", figures, path, out)
 
 
 def main() -> int:
-    if not any(word.endswith(".json") for word in sys.argv[1:]):
-        sys.argv.insert(1, str(style.ROOT / "results" / "full" / "rounding.json"))
-    return style.command("rounding", __doc__ or "", draw)
+    return style.command("rounding", __doc__ or "", draw, "results/full")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import harness
 from figures import style
 
 PHASES = {"quantize": "#1b7f3b", "gemm": "#2f7fbc", "rest": "#d0d0d0"}
@@ -78,26 +77,12 @@ def cost(record: dict[str, Any]) -> Figure:
 
 
 def draw(path: Path, out: Path) -> list[Path]:
-    """Draw the figure; returns the files.
-
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run or another experiment.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != "speed":
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws 'speed'."
-            " Name a record of experiments/speed.py."
-        )
-    return style.save(cost(record), out / path.stem, record)
+    """Draw the figure; the arguments, result and errors are those of `style.draw`."""
+    return style.draw("speed", lambda record: {"": cost(record)}, path, out)
 
 
 def main() -> int:
-    if not any(word.endswith(".json") for word in sys.argv[1:]):
-        sys.argv.insert(1, str(style.ROOT / "results" / "full" / "speed.json"))
-    return style.command("speed", __doc__ or "", draw)
+    return style.command("speed", __doc__ or "", draw, "results/full")
 
 
 if __name__ == "__main__":

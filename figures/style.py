@@ -24,7 +24,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-ROOT = Path(__file__).resolve().parents[1]
+from experiments import harness
+
+ROOT = harness.ROOT
 SINGLE, DOUBLE = 3.4, 6.9  # inches: one column, two columns
 
 #: First matching prefix wins.
@@ -99,32 +101,70 @@ def save(figure: Figure, path: Path, record: dict[str, Any]) -> list[Path]:
     return [pdf, png]
 
 
-# Command -------------------------------------------------------------------------------------------
+# Command -----------------------------------------------------------------------------------------
 
 
-def command(name: str, description: str, draw: Callable[[Path, Path], list[Path]]) -> int:
-    """The command line of ``figures/<name>.py``: which record, where to; returns the exit status."""
+def draw(
+    name: str, make: Callable[[dict[str, Any]], dict[str, Figure]], path: Path, out: Path,
+    stem: str | None = None,
+) -> list[Path]:  # fmt: skip
+    """Draw the figures of a record; returns the files.
+
+    Parameters
+    ----------
+    name : str
+        The experiment whose records these figures show.
+    make : callable
+        From a record to figures, by what follows `stem` in their names.
+    path : Path
+        The record.
+    out : Path
+        A folder.
+    stem : str, optional
+        Default: the record's own.
+
+    Raises
+    ------
+    ValueError
+        Where the record is missing, broken, or that of a failed run or another experiment.
+    """
+    record = harness.read_record(path, name)
+    return [
+        file
+        for suffix, figure in make(record).items()
+        for file in save(figure, out / f"{stem or path.stem}{suffix}", record)
+    ]
+
+
+def command(
+    name: str, description: str, draw: Callable[[Path, Path], list[Path]],
+    folder: str = "results", pattern: str = "",
+) -> int:  # fmt: skip
+    """The command line of ``figures/<name>.py``: which records, where to; returns the exit status.
+
+    Parameters
+    ----------
+    folder, pattern : str
+        Where the committed records are, and which they are; default: ``<name>.json``.
+    """
+    pattern = pattern or f"{name}.json"
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "record",
-        nargs="?",
-        type=Path,
-        default=ROOT / "results" / f"{name}.json",
-        metavar="RECORD",
-        help=f"default: results/{name}.json",
+        "records", nargs="*", type=Path, metavar="RECORD", help=f"default: {folder}/{pattern}"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "figures", metavar="DIR", help="default: figures/"
     )
     args = parser.parse_args()
+    home = ROOT / folder
     try:
-        written = draw(args.record, args.out)
+        for record in args.records or sorted(home.glob(pattern)) or [home / pattern]:
+            print("\n".join(str(path) for path in draw(record, args.out)))
     except ValueError as error:
         print(f"figures/{name}.py: {error}", file=sys.stderr)
         return 2
-    print("\n".join(str(path) for path in written))
     return 0
 
 

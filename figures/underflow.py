@@ -595,36 +595,26 @@ def training(record: dict[str, Any]) -> Figure:
 # All of them -------------------------------------------------------------------------------------
 
 
-def draw(path: Path, out: Path) -> list[Path]:
-    """Draw every figure that the record has data for; returns the files.
-
-    Raises
-    ------
-    ValueError
-        Where the record is missing, broken, or that of a failed run.
-    """
-    record = harness.read_record(path)
-    if record["experiment"] != "underflow":
-        raise ValueError(
-            f"draw: {path} is a record of {record['experiment']!r}; this script draws 'underflow'."
-            " Name a record of experiments/underflow.py."
-        )
+def figures(record: dict[str, Any]) -> dict[str, Figure]:
+    """What the record has data for: a user's tensors have no training."""
     metrics = record["metrics"]
-    figures = {"loss_scale": loss_scale, "formats": formats, "histogram": histogram}
+    makers = {"loss_scale": loss_scale, "formats": formats, "histogram": histogram}
     if metrics.get("parts"):
-        figures["parts"] = parts
+        makers["parts"] = parts
     if metrics.get("course"):
-        figures["course"] = course
+        makers["course"] = course
     if metrics["rounding"]:
-        figures["rounding"] = rounding
+        makers["rounding"] = rounding
     if metrics["layers"]:
-        figures["layers"] = layers
+        makers["layers"] = layers
     if len(metrics.get("train_loss", ())) > 1:
-        figures["training"] = training
-    written: list[Path] = []
-    for name, make in figures.items():
-        written += style.save(make(record), out / f"{path.stem}_{name}", record)
-    return written
+        makers["training"] = training
+    return {f"_{name}": make(record) for name, make in makers.items()}
+
+
+def draw(path: Path, out: Path) -> list[Path]:
+    """Draw every figure; the arguments, result and errors are those of `style.draw`."""
+    return style.draw("underflow", figures, path, out)
 
 
 def main() -> int:

@@ -1,12 +1,18 @@
-"""One tiny training study, shared by the tests that look at its record and figures."""
+"""One tiny training study, shared by the tests that look at its record and figures; workers without
+processes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from experiments import harness, model, underflow
+from experiments import harness, model, runs, underflow
+from fpemu.backends import threads
 
 TINY = underflow.Budget(
     model.Shape(width=32, layers=1, heads=2, context=32),
@@ -36,3 +42,24 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def record(study: Path) -> dict:
     return harness.read_record(study / "underflow.json")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in a worker."""
+    before = torch.get_num_threads()
+    runs.one_thread()
+    yield
+    torch.set_num_threads(before)
+    threads.set_num_threads(None)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Any:
+    """`runs.pool` in this process."""
+
+    def fill(folder: Path, points: Any, compute: Any, name: str, argv: Any, *_: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        runs.work(folder, points, compute, name, harness.provenance(name, argv, "cpu"))
+
+    return fill

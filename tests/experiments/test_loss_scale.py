@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from experiments import harness, loss_scale, paired, runs, studies
 from figures import loss_scale as drawing
-from fpemu.backends import threads
 
 TINY = replace(
     studies.QUICK,
@@ -23,14 +20,7 @@ TINY = replace(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    runs.one_thread()
-    yield
-    torch.set_num_threads(before)
-    threads.set_num_threads(None)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(arm: str, k: int = 0, scaler: str = "fixed", **fields: Any) -> paired.Point:
@@ -101,22 +91,14 @@ def test_the_paper_takes_six_seeds_and_the_whole_range() -> None:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory, pool: Any) -> Path:
     """A whole run of seconds, in this process."""
     out = tmp_path_factory.mktemp("loss_scale")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_scale.BUDGETS, "quick", TINY)
-        patch.setattr(runs, "pool", fill)
+        patch.setattr(runs, "pool", pool)
         assert loss_scale.main(["--quick", "--out", str(out)]) == 0
     return out
-
-
-def fill(
-    folder: Path, points: Any, compute: Any, name: str, argv: Any, device: str, _: int
-) -> None:
-    """`runs.pool` without processes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    runs.work(folder, points, compute, name, harness.provenance(name, argv, device))
 
 
 def test_a_run_fills_its_record(done: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from experiments import harness, learning, masters, paired, runs, studies, verdicts
-from fpemu.backends import threads
 
 TINY = replace(
     studies.QUICK,
@@ -22,14 +20,7 @@ TINY = replace(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    runs.one_thread()
-    yield
-    torch.set_num_threads(before)
-    threads.set_num_threads(None)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(arm: str, **fields: Any) -> paired.Point:
@@ -160,15 +151,10 @@ def test_every_claim_has_its_runs(name: str) -> None:
 
 
 def test_a_run_fills_its_record(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(masters.BUDGETS, "quick", replace(TINY, steps=12))
-
-    def fill(folder: Path, points: Any, compute: Any, name: str, argv: Any, *_: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        runs.work(folder, points, compute, name, harness.provenance(name, argv, "cpu"))
-
-    monkeypatch.setattr(runs, "pool", fill)
+    monkeypatch.setattr(runs, "pool", pool)
     assert masters.main(["--quick", "--out", str(tmp_path)]) == 0
     metrics = harness.read_record(tmp_path / "masters.json")["metrics"]
     assert {row["cell"] for row in metrics["cells"]} == {*masters.ARMS, "bf16_master, one ulp"}
