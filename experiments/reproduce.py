@@ -66,8 +66,8 @@ class Job:
 
 
 STUDIES = (
-    "recipes", "ablations", "tokens", "chaos", "switch", "accumulation", "hybrid", "proxy", "tune",
-    "predict",
+    "recipes", "ablations", "tokens", "chaos", "switch", "accumulation", "hybrid", "parts", "proxy",
+    "tune", "predict",
 )  # fmt: skip
 JOBS = (
     Job("underflow", 4, 0.5),
@@ -78,6 +78,7 @@ JOBS = (
     Job("rounding", 10, 1),
     Job("loss_scale", 14, 1.5),
     Job("masters", 10, 1.5),
+    Job("jump", 5, 1),
     Job("speed", 6, 1),
     Job("loss_curves", 14, 1.5, tuple(f"loss_curves_{study}" for study in STUDIES)),
 )

@@ -476,6 +476,42 @@ MASTERS = (
     Row("ma.ones", "masters", lambda r: look_up(r, cell("bf16_rne", "norms_at_one"))[-1], percent),
 )  # fmt: skip
 
+
+def around(name: str, offset: int, key: str) -> Callable[[Data], float]:
+    """What was seen so many steps after the first jump, mean over seeds."""
+
+    def look(record: Data) -> float:
+        (row,) = (row for row in record["metrics"]["cells"] if row["cell"] == name)
+        (seen,) = (seen for seen in row["around"] if seen["offset"] == offset)
+        return seen[key][0]
+
+    return look
+
+
+def clips(record: Data) -> bool:
+    """A jump by 2^8 saturates a share of dY of at least 1 %, and takes half of the gradient."""
+    name = "delayed once 2^8"
+    return around(name, 0, "saturated")(record) >= 0.01 and around(name, 0, "left")(record) <= 0.5
+
+
+JUMP = (
+    Row("ju.table", "jump", claims_table, raw),
+    Row("ju.seeds", "jump", seeds, words),
+    Row("ju.steps", "jump", "point.common.steps", whole),
+    Row("ju.claims", "jump", number_of_claims, whole),
+    Row("ju.floor", "jump", "metrics.chaos_floor", scientific),
+    Row("ju.every", "jump", "metrics.every", whole),
+    Row("ju.over.small", "jump", around("delayed once 2^2", 0, "saturated"), percent),
+    Row("ju.over", "jump", around("delayed once 2^8", 0, "saturated"), percent),
+    Row("ju.left", "jump", around("delayed once 2^8", 0, "left"), percent),
+    Row("ju.left.next", "jump", around("delayed once 2^8", 1, "left"), percent),
+    Row("ju.left.delayed", "jump", around("delayed often 2^8", 10, "left"), percent),
+    Row("ju.left.newest", "jump", around("newest often 2^8", 10, "left"), percent),
+    Row("ju.calm", "jump", around("newest", 0, "saturated"), percent),
+    Row("ju.loss", "jump", claim("delayed once 2^8", "delayed", "equal"), claim_in_words),
+    Row("ju.loss.newest", "jump", claim("newest often 2^8", "newest", "worse"), claim_in_words),
+)  # fmt: skip
+
 # Outliers ----------------------------------------------------------------------------------------
 
 
@@ -714,7 +750,6 @@ LOSS_CURVES = (
     Row("lc.accuracy", R, accuracy_table, raw),
     Row("lc.rho", R, "metrics.prediction.rho", fixed(2)),
     said(R, "mxfp8", "equal", "bf16", "lc.mxfp8"),
-    said(R, "fp8_delayed", "equal", "bf16", "lc.delayed"),
     said(R, "nvfp4", "worse", "bf16", "lc.nvfp4"),
     said(R, "mxfp4_sr_rht", "worse", "nvfp4", "lc.mxfp4 nvfp4"),
     Row("ab.table", A, claims_table, raw),
@@ -823,6 +858,7 @@ PUBLISHED = (
     Row("pv.sums", "accumulation", if_so(promoted), words),
     Row("pv.floor", "rounding", floor_scale, words),
     *effect("masters", "masters", claim("bf16_rne", "bf16_master", "worse")),
+    Row("pv.jump", "jump", if_so(clips), words),
     Row("pv.mx nv", R, verdict_of(claim("mxfp4_sr_rht", "nvfp4", "worse")), words),
     Row("pv.tokens", "loss_curves_tokens", token_verdict, words),
     Row("pv.sr forward", A, verdict_of(claim("nvfp4+sr_forward", "nvfp4", "worse")), words),
@@ -855,6 +891,6 @@ SPEED = (
 )  # fmt: skip
 
 ROWS: tuple[Row, ...] = (
-    *EVIDENCE, *DIALECTS, *ACCUMULATION, *UNDERFLOW, *LOSS_SCALE, *MASTERS, *OUTLIERS, *ROUNDING,
+    *EVIDENCE, *DIALECTS, *ACCUMULATION, *UNDERFLOW, *LOSS_SCALE, *MASTERS, *JUMP, *OUTLIERS, *ROUNDING,
     *LOSS_CURVES, *PUBLISHED, *RECIPES, *SPEED,
 )  # fmt: skip

@@ -25,8 +25,8 @@ NOT_DRAWN = "it has not been drawn"
 SOURCES = "sources.json"  # beside the figures: which record each was drawn from
 
 STUDIES = (
-    "recipes", "ablations", "tokens", "chaos", "switch", "accumulation", "hybrid", "proxy", "tune",
-    "predict",
+    "recipes", "ablations", "tokens", "chaos", "switch", "accumulation", "hybrid", "parts", "proxy",
+    "tune", "predict",
 )  # fmt: skip
 
 
@@ -67,6 +67,7 @@ RECORDS = {
         Record("rounding", script="rounding"),
         Record("loss_scale", script="loss_scale"),
         Record("masters", script="masters"),
+        Record("jump", script="jump"),
         Record("speed", script="speed"),
         *(Record(f"loss_curves_{study}", script="loss_curves") for study in STUDIES),
         # Not rerun here.
@@ -82,6 +83,7 @@ FIGURES = {
     "underflow_histogram": "underflow",
     "loss_scale": "loss_scale",
     "masters_moves": "masters",
+    "jump_around": "jump",
     "outliers_tensors": "outliers",
     "rounding_map": "rounding",
     "rounding_gradients": "rounding",
