@@ -9,6 +9,7 @@ rounding.
 A point is a dict. Keys of a training run::
 
     task        "gpt" or "hybrid"            model       sizes, as keyword arguments
+    only        not always there: letter of the hybrid's pattern whose layers alone are quantized
     arm         name of `studies.ARMS`       scaler      "none" or "dynamic"
     rate, steps, batch, warmup               seed, rounding   integers
     held_out    bytes of each kind of text that the run is judged on
@@ -191,8 +192,12 @@ def build(point: dict[str, Any]) -> nn.Module:
             first.copy_(torch.nextafter(first, torch.full_like(first, math.inf)))
     net.to(point["device"])
     if point["sums"] == "library":
+        keep = None
+        if "only" in point:
+            letters = enumerate(point["model"]["pattern"])
+            keep = [f"{i}.*" for i, letter in letters if letter != point["only"]]
         fpemu.nn.convert(
-            net.blocks, studies.ARMS[point["arm"]], seed=point["rounding"], verbose=False
+            net.blocks, studies.ARMS[point["arm"]], keep=keep, seed=point["rounding"], verbose=False
         )
     else:
         for layer in net.blocks.modules():
@@ -335,4 +340,8 @@ def compute(point: dict[str, Any]) -> dict[str, Any]:
         from experiments import prediction
 
         return prediction.measure(point)
+    if point["task"] == "parts":
+        from experiments import parts
+
+        return parts.measure(point)
     return train(point)

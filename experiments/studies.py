@@ -54,6 +54,8 @@ TOKEN_ARMS = ("bf16", "nvfp4", "mxfp4_sr_rht")
 HYBRID_ARMS = ("bf16", "fp8_block", "mxfp8", "mxfp4_sr_rht", "nvfp4")
 SWITCHES = ("forward", "backward", "both")
 SUMS = ("float32", "fast", "promoted")
+#: NVFP4 in one part of the hybrid alone, the others in BF16; in all parts; no layer is kept.
+PART_ARM = "nvfp4-keep"
 #: The proxy's: a recipe for its matrices, a format for its layer-norm weights. OCP's MX scale.
 PROXY_ARMS: dict[str, tuple[str | Recipe, str | None]] = {
     "fp32": ("fp32", None),
@@ -196,6 +198,10 @@ def point(budget: Budget, arm: str, seed: int, **changes: Any) -> Point:
     return {**made, **changes}
 
 
+#: Letters of the hybrid's pattern.
+PARTS = {"M": "Mamba", "A": "attention", "F": "feed-forward"}
+
+
 def cell(p: Point) -> str:
     """What runs of several seeds have in common, in words: the arm and what was done to it.
 
@@ -204,6 +210,7 @@ def cell(p: Point) -> str:
     """
     words = [p["arm"]]
     words += [f"{p['switch']} bf16 at the end"] if p["switch"] != "none" else []
+    words += [f"in {PARTS[p['only']]} alone"] if "only" in p else []
     words += [f"{p['sums']} sums"] if p["sums"] != "library" else []
     words += ["one ulp"] if p["perturb"] == "ulp" else []
     return ", ".join(words)
@@ -268,7 +275,21 @@ def switch(budget: Budget) -> list[Point]:
 def hybrid(budget: Budget) -> list[Point]:
     few = replace(budget, seeds=budget.seeds[: budget.few])
     fields = {"task": "hybrid", "model": budget.hybrid, "steps": budget.hybrid_steps}
-    return _grid(few, [*_arms(*HYBRID_ARMS), {"arm": "bf16", "perturb": "ulp"}], **fields)
+    alone = [
+        {"arm": PART_ARM, "only": letter} for letter in PARTS if letter in budget.hybrid["pattern"]
+    ]
+    rows = [*_arms(*HYBRID_ARMS, PART_ARM), *alone, {"arm": "bf16", "perturb": "ulp"}]
+    return _grid(few, rows, **fields)
+
+
+def parts(budget: Budget) -> list[Point]:
+    """BF16 on both models; the tensors at the end are then measured."""
+    few = replace(budget, seeds=budget.seeds[: budget.few])
+    models = ((budget.gpt, budget.steps), (budget.hybrid, budget.hybrid_steps))
+    return [
+        p for sizes, steps in models
+        for p in _grid(few, _arms("bf16"), task="parts", model=sizes, steps=steps)
+    ]  # fmt: skip
 
 
 def accumulation(budget: Budget) -> list[Point]:
@@ -299,6 +320,7 @@ STUDIES: dict[str, Callable[[Budget], list[Point]]] = {
     "switch": switch,
     "accumulation": accumulation,
     "hybrid": hybrid,
+    "parts": parts,
     "proxy": proxy,
     "tune": tune,
     "predict": predict,

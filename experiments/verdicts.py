@@ -256,6 +256,10 @@ def judge(
     """What a study's runs say."""
     if study == "predict":
         return {}
+    if study == "parts":
+        from experiments import parts
+
+        return {"parts": parts.table(points, metrics)}
     if study == "proxy":
         return {"counts": proxy_counts(points, metrics)}
     if study in ("tune", "chaos"):
@@ -384,6 +388,15 @@ def tables(study: str, found: dict[str, Any]) -> list[Any]:
             for c in found["counts"]
         ]
         return [harness.table(study, ["arm", "rate", "runs", "spiked", "diverged"], rows)]
+    if "parts" in found:
+        formats = ("e4m3", "mxfp4/rceil", "nvfp4")
+        rows = [
+            [f"{r['model']}, {r['part']}", r["tensor"], f"{r['kurtosis']:.1f}", f"{r['crest']:.1f}",
+             *(harness.percent(r[f"zeroed {fmt}"]) for fmt in formats)]
+            for r in found["parts"]
+        ]  # fmt: skip
+        heads = ["part", "tensor", "kurtosis", "crest", *formats]
+        return [harness.table(f"{study}: tensors at the end; zeroed, %", heads, rows)]
     if "cells" not in found:
         return []
     rows = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,18 @@ import pytest
 import torch
 
 import fpemu
-from experiments import harness, learning, loss_curves, prediction, proxy, runs, studies, verdicts
-from fpemu.backends import threads
+from experiments import (
+    harness,
+    learning,
+    loss_curves,
+    outliers,
+    parts,
+    prediction,
+    proxy,
+    runs,
+    studies,
+    verdicts,
+)  # fmt: skip
 from fpemu.gemm import matmul
 
 TINY = replace(
@@ -28,14 +37,7 @@ TINY = replace(
 BUDGETS = (studies.FULL, studies.DEFAULT, studies.QUICK)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    runs.one_thread()
-    yield
-    torch.set_num_threads(before)
-    threads.set_num_threads(None)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(arm: str = "bf16", seed: int = 5, **changes: Any) -> dict[str, Any]:
@@ -413,6 +415,16 @@ def invented(point: dict[str, Any]) -> dict[str, Any]:
     if point["task"] == "proxy":
         bad = "norms" in point["arm"]
         return {"final": 0.1, "diverged": bad, "spikes": [5] if bad else [], "train": [1.0, 0.1]}
+    if point["task"] == "parts":
+        pattern = point["model"].get("pattern")
+        layers = [f"{i}.into" for i in range(len(pattern))] if pattern else ["0.qkv", "0.down"]
+        return {"held_out": 2.0, "tensors": [
+            {"layer": layer, "part": parts.part_of(layer, pattern), "tensor": tensor,
+             **dict.fromkeys(outliers.SHAPE, 1.0 + (tensor == "dy")),
+             **{f"zeroed {fmt}": rng.random() for fmt in parts.FORMATS},
+             **{f"db {fmt}": None if fmt == "fp16" else 20.0 for fmt in parts.FORMATS}}
+            for layer in layers for tensor in ("dy", "w", "x")
+        ]}  # fmt: skip
     worse = 0.05 if point["arm"].startswith("mxfp4") else 0.0
     loss = law(point["steps"]) + 0.01 * point["seed"] % 0.1 + worse + rng.gauss(0, 1e-4)
     curve = [loss + 1 / (k + 1) for k in range(max(1, point["steps"] // learning.BIN))]
@@ -458,6 +470,9 @@ def test_records_and_figures_of_every_study(store: Path, capsys: pytest.CaptureF
     assert tokens["m"] == pytest.approx(math.exp(0.05 / 0.3), rel=0.02)
     assert tokens["verdict"] == "resolved"
     assert "supported" in capsys.readouterr().out
+    row = harness.read_record(store / "loss_curves_parts.json")["metrics"]["parts"][0]
+    assert (row["model"], row["part"], row["tensor"]) == ("GPT", "attention in", "dy")
+    assert (row["kurtosis"], row["n"], row["db fp16"]) == (2.0, studies.QUICK.few, None)
 
     before = {path.name: path.read_bytes() for path in store.glob("loss_curves_*")}
     argv = ["--quick", "--collect", "--study", "switch", "tokens", "--out", str(store)]
@@ -466,6 +481,51 @@ def test_records_and_figures_of_every_study(store: Path, capsys: pytest.CaptureF
     assert {name for name in after if after[name] != before[name]} == {
         "loss_curves_switch.json", "loss_curves_tokens.json",  # their argv differs
     }  # fmt: skip
+
+
+# Parts of a model --------------------------------------------------------------------------------
+
+
+TINY_HYBRID = {
+    "width": 32, "pattern": "MAF", "heads": 2, "head_size": 8, "state": 8, "chunk": 8, "context": 32,
+}  # fmt: skip
+
+
+def tiny_hybrid(**changes: Any) -> dict[str, Any]:
+    budget = replace(studies.QUICK, hybrid=TINY_HYBRID, hybrid_steps=2, batch=2)
+    fields = {"task": "hybrid", "model": TINY_HYBRID, "steps": 2}
+    return studies.point(budget, "nvfp4-keep", 5, **fields, **changes)
+
+
+def test_a_part_alone_is_quantized() -> None:
+    net: Any = learning.build(tiny_hybrid(only="F"))
+    recipes = {
+        name: m.recipe.name
+        for name, m in net.blocks.named_modules()
+        if isinstance(m, fpemu.nn.Linear)
+    }
+    bf16 = dict.fromkeys(("0.into", "0.out", "1.qkv", "1.out"), "bf16")
+    assert recipes.keys() == {*bf16, "2.into", "2.out"}
+    assert {name: recipes[name] for name in bf16} == bf16
+    assert recipes["2.into"] == recipes["2.out"] == studies.recipe("nvfp4-keep").name
+    assert studies.cell(tiny_hybrid(only="F")) == "nvfp4-keep, in feed-forward alone"
+
+
+def test_parts_are_measured() -> None:
+    """Against the definitions, on the tensors that the model's own capture gives."""
+    point = {**tiny_hybrid(), "task": "parts", "arm": "bf16"}
+    rows = {(r["layer"], r["tensor"]): r for r in parts.measure(point)["tensors"]}
+    assert len(rows) == 6 * 3
+    assert rows["1.qkv", "x"]["part"] == "attention in"
+    found: dict[str, Any] = {}
+    learning.train(
+        {**point, "task": "hybrid"}, lambda net: found.update(prediction.capture(net, point))
+    )
+    x = found["0.out"]["dy"].numpy().astype(float)
+    row = rows["0.out", "dy"]
+    assert row["crest"] == pytest.approx(abs(x).max() / (x**2).mean() ** 0.5, rel=1e-6)
+    q = fpemu.quantize(found["0.out"]["dy"], "e4m3").numpy()
+    assert row["zeroed e4m3"] == ((x != 0) & (q == 0)).sum() / (x != 0).sum() > 0
 
 
 def test_an_incomplete_study_has_no_record(store: Path, capsys: pytest.CaptureFixture) -> None:
