@@ -50,7 +50,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return text if said else f"{text} (default: %(default)s)"
 
 
-def arguments(description: str, examples: str) -> argparse.ArgumentParser:
+def arguments(description: str, examples: str, full: str | None = None) -> argparse.ArgumentParser:
     """A parser with the arguments that every experiment takes.
 
     Parameters
@@ -59,12 +59,16 @@ def arguments(description: str, examples: str) -> argparse.ArgumentParser:
         Usually the experiment's module docstring: ``--help`` is where a user learns what it does.
     examples : str
         Command lines to show at the end, one a line.
+    full : str, optional
+        Help of ``--full``, where there is such a budget.
     """
     lines = "\n".join(f"  {line}" for line in examples.strip().splitlines())
     parser = argparse.ArgumentParser(
         description=description, epilog=f"examples:\n{lines}", formatter_class=Help
     )
     parser.add_argument("--quick", action="store_true", help="a small budget: see that it works")
+    if full is not None:
+        parser.add_argument("--full", action="store_true", help=full)
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="one seed, one result")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
     parser.add_argument(
@@ -86,8 +90,15 @@ def seed(text: str) -> int:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse, and refuse at once what would only fail later: no CUDA, an unusable ``--out``."""
+    """Parse, and refuse at once what would only fail later: no CUDA, an unusable ``--out``.
+
+    ``args.budget`` is ``"quick"``, ``"default"`` or ``"full"``.
+    """
     args = parser.parse_args(argv)
+    full = getattr(args, "full", False)
+    if args.quick and full:
+        parser.error("--quick and --full are two budgets; give one of them")
+    args.budget = "quick" if args.quick else "full" if full else "default"
     if args.device == "cuda":
         import torch
 
@@ -105,6 +116,16 @@ def record_path(args: argparse.Namespace, name: str) -> Path:
 
 def figures_dir(args: argparse.Namespace) -> Path:
     return args.out or ROOT / "figures"
+
+
+def home(args: argparse.Namespace) -> Path:
+    """Where records of an experiment with ``--full`` go: that budget's are committed."""
+    return args.out or ROOT / "results" / ("full" if args.budget == "full" else "local")
+
+
+def drawings(args: argparse.Namespace) -> Path:
+    """Where its figures go."""
+    return figures_dir(args) if args.budget == "full" else home(args)
 
 
 # Records -----------------------------------------------------------------------------------------

@@ -52,8 +52,7 @@ torchrun --nproc-per-node 4 experiments/loss_curves.py --full --device cuda
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = harness.arguments(__doc__ or "", EXAMPLES)
-    parser.add_argument("--full", action="store_true", help="the budget of the paper: hours")
+    parser = harness.arguments(__doc__ or "", EXAMPLES, full="the budget of the paper: hours")
     parser.add_argument(
         "--study", nargs="+", choices=tuple(studies.STUDIES), default=tuple(studies.STUDIES),
         metavar="NAME", help="only these (default: all)",
@@ -67,8 +66,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--collect", action="store_true", help="run nothing; make the records")
     parser.add_argument("--status", action="store_true", help="run nothing; say what is done")
     args = harness.parse(parser, argv)
-    if args.quick and args.full:
-        parser.error("--quick and --full are two budgets; give one of them")
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: at least one worker is needed")
     return args
@@ -76,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def budget_of(args: argparse.Namespace) -> studies.Budget:
     """The budget, with seeds shifted by 1000 for every unit of ``--seed``."""
-    budget = BUDGETS["quick" if args.quick else "full" if args.full else "default"]
+    budget = BUDGETS[args.budget]
     return replace(budget, seeds=tuple(seed + 1000 * args.seed for seed in budget.seeds))
 
 
@@ -167,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, collect, print, draw. Returns the exit status: 1 where runs failed or are missing."""
     args = parse(argv)
     budget = budget_of(args)
-    home = args.out or harness.ROOT / "results" / ("full" if args.full else "local")
+    home = harness.home(args)
     folder = home / "runs"
     chosen = points_of(args.study, budget, args.device)
     points = unique([point for some in chosen.values() for point in some])
@@ -207,7 +204,6 @@ def report(
     """Collect, print and draw each study; the exit status."""
     from figures import loss_curves as drawing
 
-    figures = args.out or (harness.ROOT / "figures" if args.full else home)
     status = 0
     for study, points in chosen.items():
         points = unique(points)
@@ -225,7 +221,7 @@ def report(
         harness.write_record(path, record)
         for table in verdicts.tables(study, record["metrics"]):
             out.print(table)
-        drawn = drawing.draw(path, figures)
+        drawn = drawing.draw(path, harness.drawings(args))
         out.print("\n".join(f"  {harness.shown(p)}" for p in [path, *drawn]), markup=False)
     return status
 

@@ -249,6 +249,7 @@ FULL = Budget(
     draws=16, exponents=tuple(range(21)), layers=tuple(pretrained.LINEARS), batches=8, rows=16,
     most=1 << 18, repeats=12, points=24, values=1 << 16,
 )  # fmt: skip
+BUDGETS = {"quick": QUICK, "default": DEFAULT, "full": FULL}
 
 # (a) An outlier grows ----------------------------------------------------------------------------
 
@@ -1179,9 +1180,8 @@ python figures/outliers.py                    # draw the committed record's figu
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = harness.arguments(__doc__ or "", EXAMPLES)
-    parser.add_argument(
-        "--full", action="store_true", help="the committed record: about ten minutes"
+    parser = harness.arguments(
+        __doc__ or "", EXAMPLES, full="the budget of the paper: about ten minutes"
     )
     parser.add_argument(
         "--tensor",
@@ -1191,8 +1191,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         " names match, for example model.safetensors:*.down.weight",
     )
     args = harness.parse(parser, argv)
-    if args.quick and args.full:
-        parser.error("--quick and --full are two budgets; name one of them.")
     if args.tensor is not None and args.device != "cpu":
         parser.error(
             "--device is for training; --tensor FILE is measured on the CPU. Leave it out."
@@ -1203,12 +1201,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, record, draw. Returns the exit status."""
     args = parse(argv)
-    budget = QUICK if args.quick else FULL if args.full else DEFAULT
-    point: dict[str, Any] = {
-        "budget": "quick" if args.quick else "full" if args.full else "default"
-    }
-    point |= {"seed": args.seed, "most": budget.most}
-    home = args.out or harness.ROOT / "results" / ("full" if args.full else "local")
+    budget = BUDGETS[args.budget]
+    point: dict[str, Any] = {"budget": args.budget, "seed": args.seed, "most": budget.most}
     if args.tensor is not None:
         file, pattern = args.tensor
         try:
@@ -1226,7 +1220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         name = NAME
         point |= {**asdict(budget), "rows_channels_outputs": [ROWS, CHANNELS, OUTPUTS]}
-    path = home / f"{name}.json"
+    path = harness.home(args) / f"{name}.json"
     with harness.recording(path, NAME, point, args.argv, args.device) as metrics:
         if args.tensor is not None:
             found = study_file(file, pattern, args.seed, budget.most)
@@ -1237,7 +1231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(metrics, out)
     from figures import outliers as drawing
 
-    figures = drawing.draw(path, args.out or (harness.ROOT / "figures" if args.full else home))
+    figures = drawing.draw(path, harness.drawings(args))
     out.print(
         f"record  {harness.shown(path)}\nfigures {harness.shown(figures[0].parent)}/{name}*.pdf, .png"
     )

@@ -122,8 +122,9 @@ class Experiment:
 
 
 def parse(experiment: Experiment, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = harness.arguments(experiment.about, experiment.examples)
-    parser.add_argument("--full", action="store_true", help="the budget of the paper")
+    parser = harness.arguments(
+        experiment.about, experiment.examples, full="the budget of the paper"
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser.add_argument(
         "--workers", type=int, default=cores, metavar="N", help="processes, of one thread each"
@@ -131,8 +132,6 @@ def parse(experiment: Experiment, argv: Sequence[str] | None = None) -> argparse
     parser.add_argument("--retry", action="store_true", help="run failed runs again")
     parser.add_argument("--collect", action="store_true", help="run nothing; make the record")
     args = harness.parse(parser, argv)
-    if args.quick and args.full:
-        parser.error("--quick and --full are two budgets; give one of them")
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: at least one worker is needed")
     return args
@@ -177,9 +176,9 @@ def main(
 ) -> int:
     """Run, collect, print, draw. Returns the exit status: 1 where runs failed or are missing."""
     args = parse(experiment, argv)
-    budget = experiment.budgets["quick" if args.quick else "full" if args.full else "default"]
+    budget = experiment.budgets[args.budget]
     budget = replace(budget, seeds=tuple(seed + 1000 * args.seed for seed in budget.seeds))
-    home = args.out or harness.ROOT / "results" / ("full" if args.full else "local")
+    home = harness.home(args)
     folder = home / "runs"
     points = [{**p, "device": args.device} for p in experiment.points(budget)]
     out = harness.console()
@@ -202,10 +201,8 @@ def main(
     harness.write_record(path, record)
     for table in experiment.tables(record["metrics"]):
         out.print(table)
-    figures = args.out or (harness.ROOT / "figures" if args.full else home)
-    out.print(
-        "\n".join(f"  {harness.shown(p)}" for p in [path, *draw(path, figures)]), markup=False
-    )
+    drawn = draw(path, harness.drawings(args))
+    out.print("\n".join(f"  {harness.shown(p)}" for p in [path, *drawn]), markup=False)
     return 0
 
 

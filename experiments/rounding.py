@@ -793,23 +793,18 @@ BUDGETS = {"quick": QUICK, "default": DEFAULT, "full": FULL}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = harness.arguments(__doc__ or "", EXAMPLES)
-    parser.add_argument("--full", action="store_true", help="the budget of the paper")
-    args = harness.parse(parser, argv)
-    if args.quick and args.full:
-        parser.error("--quick and --full are two budgets; give one of them")
-    return args
+    return harness.parse(
+        harness.arguments(__doc__ or "", EXAMPLES, full="the budget of the paper"), argv
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, record, draw. Returns the exit status."""
     args = parse(argv)
-    size = "quick" if args.quick else "full" if args.full else "default"
-    budget = BUDGETS[size]
-    home = args.out or harness.ROOT / "results" / ("full" if args.full else "local")
+    budget, home = BUDGETS[args.budget], harness.home(args)
     path = home / f"{NAME}.json"
     point = {
-        "budget": size, "seed": args.seed, **asdict(budget),
+        "budget": args.budget, "seed": args.seed, **asdict(budget),
         "arms": {name: {o: str(row) for o, row in arm.operands().items()} for name, arm in ARMS.items()},
     }  # fmt: skip
     with harness.recording(path, NAME, point, args.argv, args.device) as metrics:
@@ -819,8 +814,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(harness.plain(metrics), out)
     from figures import rounding as drawing
 
-    figures = args.out or (harness.ROOT / "figures" if args.full else home)
-    drawn = drawing.draw(path, figures)
+    drawn = drawing.draw(path, harness.drawings(args))
     out.print("\n".join(f"  {harness.shown(p)}" for p in [path, *drawn]), markup=False)
     return 0
 

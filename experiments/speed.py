@@ -298,12 +298,9 @@ python figures/speed.py                       # draw the figure again
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = harness.arguments(__doc__ or "", EXAMPLES)
-    parser.add_argument("--full", action="store_true", help="more rounds")
+    parser = harness.arguments(__doc__ or "", EXAMPLES, full="the budget of the paper: more rounds")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of torch and fpemu")
     args = harness.parse(parser, argv)
-    if args.quick and args.full:
-        parser.error("--quick and --full are two budgets; give one of them")
     if args.device != "cpu":
         parser.error(
             "--device cuda: the step is timed on the CPU; benchmarks/bench_gpu.py has GPUs"
@@ -316,24 +313,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, record, draw. Returns the exit status."""
     args = parse(argv)
-    size = "quick" if args.quick else "full" if args.full else "default"
-    home = args.out or harness.ROOT / "results" / ("full" if args.full else "local")
-    path = home / f"{NAME}.json"
+    path = harness.home(args) / f"{NAME}.json"
     torch.set_num_threads(args.threads)
     fpemu.set_num_threads(args.threads)
     point = {
-        "budget": size, "rounds": ROUNDS[size], "threads": args.threads,
+        "budget": args.budget, "rounds": ROUNDS[args.budget], "threads": args.threads,
         "model": asdict(bench.SHAPE), "batch": bench.BATCH, "llama": asdict(Llama()),
         "layouts": [asdict(layout) for layout in LAYOUTS],
     }  # fmt: skip
     with harness.recording(path, NAME, point, args.argv) as metrics:
-        metrics |= study(size)
+        metrics |= study(args.budget)
     out = harness.console()
     show(harness.plain(metrics, 12), out)
     from figures import speed as drawing
 
-    figures = args.out or (harness.ROOT / "figures" if args.full else home)
-    drawn = drawing.draw(path, figures)
+    drawn = drawing.draw(path, harness.drawings(args))
     out.print("\n".join(f"  {harness.shown(p)}" for p in [path, *drawn]), markup=False)
     return 0
 

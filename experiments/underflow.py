@@ -421,9 +421,15 @@ class Budget:
 
 
 DEFAULT = Budget(model.Shape(), model.Training(), captures=4, draws=16)
+FULL = Budget(
+    model.Shape(width=384, layers=6, heads=6), model.Training(steps=1000), captures=4, draws=16
+)
 QUICK = Budget(
     model.Shape(width=128, layers=2), model.Training(steps=30, warmup=5), captures=2, draws=8
 )
+
+
+BUDGETS = {"quick": QUICK, "default": DEFAULT, "full": FULL}
 
 
 def capture_steps(steps: int, captures: int) -> list[int]:
@@ -711,6 +717,7 @@ def verdict(cell: dict[tuple[str, str], dict[str, Any]], kind: str, formats: lis
 EXAMPLES = """
 python experiments/underflow.py                       # about three minutes on two cores
 python experiments/underflow.py --quick               # under a minute
+python experiments/underflow.py --full                # a larger model, longer: the paper's record
 python experiments/underflow.py --tensor grads.safetensors
 python experiments/underflow.py --tensor dy.npy --formats nvfp4,mxfp4/even,mxfp8_e5m2
 """
@@ -729,7 +736,9 @@ def format_list(text: str) -> tuple[str, ...]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = harness.arguments(__doc__ or "", EXAMPLES)
+    parser = harness.arguments(
+        __doc__ or "", EXAMPLES, full="the budget of the paper, into results/full: half an hour"
+    )
     parser.add_argument(
         "--tensor",
         type=Path,
@@ -754,9 +763,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, record, draw. Returns the exit status."""
     args = parse(argv)
-    budget = QUICK if args.quick else DEFAULT
+    budget = BUDGETS[args.budget]
     point: dict[str, Any] = {
-        "quick": args.quick,
+        "budget": args.budget,
         "seed": args.seed,
         "formats": list(args.formats),
         "rounded": list(ROUNDED),
@@ -782,7 +791,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "training": asdict(budget.training),
             "steps": steps,
         }
-    path = harness.record_path(args, name)
+    # The default is what `make underflow` runs: its record is committed too.
+    path = harness.home(args) / f"{name}.json" if args.full else harness.record_path(args, name)
     with harness.recording(path, NAME, point, args.argv, args.device) as metrics:
         if args.tensor is not None:
             metrics |= study_file(args.tensor, names, args.formats, args.seed, budget.draws)

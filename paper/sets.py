@@ -58,11 +58,11 @@ RECORDS = {
     record.name: record
     for record in (
         # One budget, and that is the committed one.
-        Record("underflow", "results", "underflow"),
         Record("accumulation", "results", "accumulation"),
         Record("dialects", "results", "dialects"),
         Record("recipes", "results", "recipes"),
         # Budgets: --full is the committed one.
+        Record("underflow", script="underflow"),
         Record("outliers", script="outliers"),
         Record("rounding", script="rounding"),
         Record("loss_scale", script="loss_scale"),

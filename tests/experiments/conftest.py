@@ -26,7 +26,7 @@ TINY = underflow.Budget(
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ``--quick`` a matter of seconds."""
-    monkeypatch.setattr(underflow, "QUICK", TINY)
+    monkeypatch.setitem(underflow.BUDGETS, "quick", TINY)
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the record and figures of a run of seconds."""
     out = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(underflow, "QUICK", TINY)
+        patch.setitem(underflow.BUDGETS, "quick", TINY)
         assert underflow.main(["--quick", "--out", str(out)]) == 0
     return out
 

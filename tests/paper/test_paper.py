@@ -50,7 +50,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def put(home: Path, made: dict[str, Any]) -> Path:
-    path = home / "results" / "underflow.json"
+    path = home / "results" / "full" / "underflow.json"
     harness.write_record(path, made)
     return path
 
@@ -176,7 +176,7 @@ def test_numbers_tex_is_the_same_every_time_and_marks_a_local_run(home: Path) ->
     full = macros.tex(sets.full(home), [ROW])
     assert full == macros.tex(sets.full(home), [ROW])
     assert "\\localsetfalse" in full and "exploratory" not in full
-    shutil.copy(home / "results" / "underflow.json", home)
+    shutil.copy(home / "results" / "full" / "underflow.json", home)
     local = macros.tex(sets.local(home, home), [ROW])
     assert "\\localsettrue" in local and "Local run, exploratory." in local
     assert str(home) not in local
