@@ -50,10 +50,8 @@ def chances(x: np.ndarray, fmt: str | Format | BlockFormat, axis: int = -1) -> R
     ([1.0, 1.5], [1.5, 1.5], [0.5, 0.0])
     """
 
-    def cast(words: np.ndarray) -> np.ndarray:
-        return fpemu.quantize(
-            x, fmt, rounding="sr", axis=axis, random_bits=words.astype(np.uint32), dtype="float64"
-        )
+    def cast(words: np.ndarray) -> Any:
+        return fpemu.encode(x, fmt, rounding="sr", axis=axis, random_bits=words.astype(np.uint32))
 
     whole = np.uint64(1 << WORD_BITS)
     count = np.zeros(x.shape, np.uint64)
@@ -61,8 +59,8 @@ def chances(x: np.ndarray, fmt: str | Format | BlockFormat, axis: int = -1) -> R
     for bit in reversed(range(WORD_BITS)):
         trial = count | np.uint64(1 << bit)
         # At least `trial` words go up just where the word 2^32 - trial does.
-        count = np.where(cast(whole - trial) != down, trial, count)
-    return Rounded(down, up, count)
+        count = np.where(cast(whole - trial).codes != down.codes, trial, count)
+    return Rounded(down.decode("float64"), up.decode("float64"), count)
 
 
 def share_up(rounded: Rounded, bits: int = WORD_BITS) -> np.ndarray:
