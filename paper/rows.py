@@ -725,6 +725,23 @@ def exploratory_gap(name: str) -> Callable[[Data], str]:
     return look
 
 
+def part(model: str, name: str, tensor: str, key: str) -> Callable[[Data], float]:
+    """A measure of a part of a model."""
+
+    def look(record: Data) -> float:
+        (row,) = (
+            row for row in record["metrics"]["parts"]
+            if (row["model"], row["part"], row["tensor"]) == (model, name, tensor)
+        )  # fmt: skip
+        return row[key]
+
+    return look
+
+
+#: Parts of the hybrid, as the text calls them.
+HYBRID_PARTS = {"mamba": "Mamba", "attention": "attention", "ffn": "feed-forward"}
+
+
 def said(record: str, arm_: str, says: str, reference: str, name: str) -> Row:
     return Row(name, record, claim(arm_, reference, says), claim_in_words)
 
@@ -780,6 +797,14 @@ LOSS_CURVES = (
     Row("hy.floor", "loss_curves_hybrid", "metrics.chaos_floor", scientific),
     *(Row(f"hy.{name}", "loss_curves_hybrid", exploratory_gap(name), raw)
       for name in ("mxfp8", "mxfp4_sr_rht", "nvfp4")),
+    *(Row(f"hy.only.{name}", "loss_curves_hybrid", exploratory_gap(f"nvfp4-keep, in {words_} alone"), raw)
+      for name, words_ in HYBRID_PARTS.items()),
+    Row("hy.all", "loss_curves_hybrid", exploratory_gap("nvfp4-keep"), raw),
+    Row("pt.seeds", "loss_curves_parts", seeds, words),
+    *(Row(f"pt.kurtosis.{name}", "loss_curves_parts", part("hybrid", f"{words_} out", "x", "kurtosis"), fixed(1))
+      for name, words_ in HYBRID_PARTS.items()),
+    *(Row(f"pt.zeroed.{name}", "loss_curves_parts", part("hybrid", f"{words_} in", "dy", "zeroed nvfp4"), percent)
+      for name, words_ in HYBRID_PARTS.items()),
     Row("px.seeds", "loss_curves_proxy", seeds, words),
     Row("px.fp32", "loss_curves_proxy", proxy_ratio("fp32"), words),
     Row("px.norms", "loss_curves_proxy", proxy_ratio("mx matrices and norms"), words),

@@ -396,5 +396,5 @@ def test_wrong_arguments(tmp_path, capsys):
         outliers.matching(named, "x")
     other = {"schema": harness.SCHEMA, "experiment": "underflow", "status": "ok"}
     (tmp_path / "other.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="record of .underflow"):
+    with pytest.raises(ValueError, match=r"record of .underflow"):
         drawing.draw(tmp_path / "other.json", tmp_path)
