@@ -1,4 +1,4 @@
-"""Figures of experiments/outliers.py, drawn from its record alone.
+"""Draw the figures of experiments/outliers.py, drawn from its record alone.
 
     python figures/outliers.py [RECORD] [--out DIR]
 

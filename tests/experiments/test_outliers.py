@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import fpemu
-from experiments import dialects, harness, model, outliers, pretrained
-from experiments.outliers import FAMILIES, quantizers
+from experiments import crossing, dialects, harness, measures, model, outliers, pretrained
+from experiments.scalings import FAMILIES, quantizers
 from figures import outliers as drawing
 from fpemu.errors import FileFormatError
 
@@ -41,11 +41,11 @@ def test_our_rows_equal_the_named_formats():
 
 
 def test_integers_have_symmetric_steps():
-    assert outliers.integer(4).values().max() == 7 and outliers.integer(4).min_subnormal == 1
-    assert outliers.integer(4, low=True).max == 1.75
-    assert np.array_equal(outliers.integer(8).values(), fpemu.formats.INT8.values())
+    assert crossing.integer(4).values().max() == 7 and crossing.integer(4).min_subnormal == 1
+    assert crossing.integer(4, low=True).max == 1.75
+    assert np.array_equal(crossing.integer(8).values(), fpemu.formats.INT8.values())
     x = np.random.default_rng(0).standard_normal((8, 64)).astype(f32)
-    pair = next(pair for pair in outliers.pairs() if pair.name == "8-bit MX")
+    pair = next(pair for pair in crossing.pairs() if pair.name == "8-bit MX")
     assert np.array_equal(fpemu.quantize(x, pair.integer), fpemu.quantize(x, "mxint8/rceil"))
     assert np.array_equal(fpemu.quantize(x, pair.floating), fpemu.quantize(x, "mxfp8_e4m3/rceil"))
 
@@ -138,19 +138,19 @@ def test_losses_by_hand():
 
 
 def test_intervals():
-    mean, half = outliers.interval([1.0, 2.0, 3.0])
+    mean, half = measures.interval([1.0, 2.0, 3.0])
     assert mean == 2 and half == pytest.approx(4.302653 / math.sqrt(3), rel=0.05)
-    assert outliers.interval([5.0]) == (5.0, None)
+    assert measures.interval([5.0]) == (5.0, None)
 
 
 # Crossings ---------------------------------------------------------------------------------------
 
 
 def test_the_published_model_gives_the_published_crossings():
-    for pair in outliers.pairs():
+    for pair in crossing.pairs():
         steps = pair.integer.element.max / pair.integer.element.min_subnormal
         assert steps == 2 ** (pair.integer.element.bits - 1) - 1
-        found = outliers.model_crossing(pair, steps + 1)
+        found = crossing.model_crossing(pair, steps + 1)
         if pair.published is not None:
             assert found == pytest.approx(pair.published, abs=0.01)
 
@@ -158,16 +158,16 @@ def test_the_published_model_gives_the_published_crossings():
 @pytest.mark.parametrize("k", [1.2, 2.3, 5.0])
 def test_blocks_have_the_crest_that_was_asked_for(k):
     rng = np.random.default_rng(0)
-    assert outliers.crest(outliers.power_blocks(50, 32, k, rng)) == pytest.approx(k, rel=1e-6)
-    spikes = outliers.spike_blocks(50, 32, k, rng)
+    assert crossing.crest(crossing.power_blocks(50, 32, k, rng)) == pytest.approx(k, rel=1e-6)
+    spikes = crossing.spike_blocks(50, 32, k, rng)
     assert len(spikes) == {1.2: 0, 5.0: 50}.get(k, len(spikes))
-    assert outliers.crest(spikes) == pytest.approx(k)
+    assert crossing.crest(spikes) == pytest.approx(k)
 
 
 def test_noises_split_off_the_largest_value():
     x = f32([[0.9, 0.3, 0.1]])  # steps of 1/8: none is exact
-    fmt = next(pair.integer for pair in outliers.pairs() if pair.name == "4-bit MX")
-    whole, others = outliers.noises(x, fmt)[:, 0]
+    fmt = next(pair.integer for pair in crossing.pairs() if pair.name == "4-bit MX")
+    whole, others = crossing.noises(x, fmt)[:, 0]
     q = fpemu.quantize(x, fmt).astype(np.float64)[0]
     errors = (x.astype(np.float64)[0] - q) ** 2
     assert whole == pytest.approx(errors.sum() / (x.astype(np.float64) ** 2).sum())
@@ -175,18 +175,18 @@ def test_noises_split_off_the_largest_value():
 
 
 def test_crossing_by_hand():
-    assert outliers.crossing([(1, 9, 5), (2, 6, 5), (4, 2, 5)]) == 2.5
-    assert outliers.crossing([(1, 9, 5), (2, 6, 5)]) is None
-    assert outliers.crossing([(1, 4, 5), (2, 3, 5)]) is None
-    assert outliers.crossing([]) is None
+    assert crossing.crossing([(1, 9, 5), (2, 6, 5), (4, 2, 5)]) == 2.5
+    assert crossing.crossing([(1, 9, 5), (2, 6, 5)]) is None
+    assert crossing.crossing([(1, 4, 5), (2, 3, 5)]) is None
+    assert crossing.crossing([]) is None
 
 
 def test_verdicts():
-    pair = next(pair for pair in outliers.pairs() if pair.name == "4-bit MX")
+    pair = next(pair for pair in crossing.pairs() if pair.name == "4-bit MX")
 
     def word(pair, *found):
         rows = [{"view": "block", "crossing": k} for k in found]
-        return outliers.verdict(pair, rows)["verdict"]
+        return crossing.verdict(pair, rows)["verdict"]
 
     assert word(pair, 2.0, None) == "reproduced"
     assert word(pair, 1.72) == "only with exact steps"
