@@ -742,6 +742,17 @@ def part(model: str, name: str, tensor: str, key: str) -> Callable[[Data], float
 HYBRID_PARTS = {"mamba": "Mamba", "attention": "attention", "ffn": "feed-forward"}
 
 
+def exact_gap(name: str) -> Callable[[Data], str]:
+    """Gap of a cell in a float32 forward pass, with its interval."""
+
+    def look(record: Data) -> str:
+        (row,) = (row for row in record["metrics"]["cells"] if row["cell"] == name)
+        gap, low, high = row["gap_fp32"]
+        return f"{signed(4)(gap)} {interval(4)((low, high))}"
+
+    return look
+
+
 def said(record: str, arm_: str, says: str, reference: str, name: str) -> Row:
     return Row(name, record, claim(arm_, reference, says), claim_in_words)
 
@@ -768,6 +779,10 @@ LOSS_CURVES = (
     Row("lc.rho", R, "metrics.prediction.rho", fixed(2)),
     said(R, "mxfp8", "equal", "bf16", "lc.mxfp8"),
     said(R, "nvfp4", "worse", "bf16", "lc.nvfp4"),
+    said(R, "mxfp4", "worse", "bf16", "lc.mxfp4"),
+    said(R, "nvfp4_naive", "worse", "bf16", "lc.naive"),
+    said(R, "mxfp4", "worse", "nvfp4_naive", "lc.mxfp4 naive"),
+    Row("lc.nvfp4 exact", R, exact_gap("nvfp4"), raw),
     said(R, "mxfp4_sr_rht", "worse", "nvfp4", "lc.mxfp4 nvfp4"),
     Row("ab.table", A, claims_table, raw),
     Row("ab.claims", A, number_of_claims, whole),
