@@ -212,6 +212,7 @@ def tokens(record: dict[str, Any]) -> dict[str, Figure]:
     """Loss against tokens, and the multipliers."""
     found = record["metrics"]
     figure, (left, right) = style.new(1, 2, figsize=(style.DOUBLE, 2.2), width_ratios=(1.2, 1))
+    figure.set_layout_engine("constrained", wspace=0.08)
     sizes = [np.log2(row["tokens"]) for row in found["lengths"]]
     ends = []
     for arm in studies.TOKEN_ARMS:
@@ -223,6 +224,7 @@ def tokens(record: dict[str, Any]) -> dict[str, Figure]:
     left.set_xlabel("training tokens (log axis)")
     left.set_ylabel("held-out loss, nats per byte")
     left.set_title("Full schedules")
+    left.margins(y=0.12)
     figure.draw_without_rendering()
     style.label_lines(left, sizes[-1], ends, gap=8)
     for y, row in enumerate(found["multipliers"]):
@@ -234,6 +236,8 @@ def tokens(record: dict[str, Any]) -> dict[str, Figure]:
             )  # fmt: skip
             right.plot([row["m"]] * 2, [y - 0.3, y + 0.3], color=shade(row["slow"]), linewidth=1.8)
     right.axvline(1, color="black", linewidth=0.6)
+    right.use_sticky_edges = False  # a bar's left end would be the axes'
+    right.margins(x=0.06)
     right.set_yticks(
         range(len(found["multipliers"])),
         [f"{row['slow']}\nfor {row['fast']}" for row in found["multipliers"]], fontsize=6.5,
