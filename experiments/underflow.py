@@ -422,7 +422,7 @@ class Budget:
 
 DEFAULT = Budget(model.Shape(), model.Training(), captures=4, draws=16)
 FULL = Budget(
-    model.Shape(width=384, layers=6, heads=6), model.Training(steps=1000), captures=4, draws=16
+    model.Shape(width=384, layers=6, heads=6), model.Training(steps=600), captures=4, draws=16
 )
 QUICK = Budget(
     model.Shape(width=128, layers=2), model.Training(steps=30, warmup=5), captures=2, draws=8
@@ -737,7 +737,9 @@ def format_list(text: str) -> tuple[str, ...]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.arguments(
-        __doc__ or "", EXAMPLES, full="the budget of the paper, into results/full: half an hour"
+        __doc__ or "",
+        EXAMPLES,
+        full="the budget of the paper, into results/full: a quarter of an hour",
     )
     parser.add_argument(
         "--tensor",
