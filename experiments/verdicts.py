@@ -376,6 +376,11 @@ def proxy_counts(
 # Tables ------------------------------------------------------------------------------------------
 
 
+def short(cell: str) -> str:
+    """A cell's name where 80 columns are all there is."""
+    return cell.replace(" bf16 at the end", " bf16").replace("feed-forward", "FF")
+
+
 def tables(study: str, found: dict[str, Any]) -> list[Any]:
     """A study's results for the terminal."""
     if "rates" in found:
@@ -400,7 +405,7 @@ def tables(study: str, found: dict[str, Any]) -> list[Any]:
     if "cells" not in found:
         return []
     rows = [
-        [r["cell"], f"{r['mean']:.4f}", *(f"{r[k]:+.4f}" if k in r else "" for k in ("gap", "low", "high")),
+        [short(r["cell"]), f"{r['mean']:.4f}", *(f"{r[k]:+.4f}" if k in r else "" for k in ("gap", "low", "high")),
          str(r["diverged"]), str(r["spikes"])]
         for r in found["cells"]
     ]  # fmt: skip
@@ -409,7 +414,7 @@ def tables(study: str, found: dict[str, Any]) -> list[Any]:
     made = [harness.table(title, heads, rows)]
     if found["claims"]:
         rows = [
-            [c["arm"], c["says"], c["reference"], f"{c['mean']:+.4f}", f"{c['p_holm']:.3f}", c["verdict"]]
+            [short(c["arm"]), c["says"], c["reference"], f"{c['mean']:+.4f}", f"{c['p_holm']:.3f}", c["verdict"]]
             for c in found["claims"]
         ]  # fmt: skip
         heads = ["arm", "claim", "reference", "gap", "p Holm", "verdict"]

@@ -798,7 +798,13 @@ LOSS_CURVES = (
         lambda r: ", ".join(str(row["steps"]) for row in r["metrics"]["lengths"]), words),
     Row("sw.table", "loss_curves_switch", claims_table, raw),
     Row("sw.seeds", "loss_curves_switch", seeds, words),
+    *(said("loss_curves_switch", f"nvfp4, {which} bf16 at the end", "better", "nvfp4", f"sw.{which}")
+      for which in ("forward", "backward", "both")),
+    said("loss_curves_accumulation", "fp8, fast sums", "worse", "fp8, float32 sums", "su.fast"),
+    said("loss_curves_accumulation", "fp8, promoted sums", "equal", "fp8, float32 sums", "su.promoted"),
     Row("su.table", "loss_curves_accumulation", claims_table, raw),
+    Row("su.k", "loss_curves_accumulation",
+        lambda r: r["point"]["common"]["batch"] * r["point"]["common"]["model"]["context"], whole),
     Row("su.floor", "loss_curves_accumulation", "metrics.chaos_floor", scientific),
     Row("su.seeds", "loss_curves_accumulation", seeds, words),
     Row("su.steps", "loss_curves_accumulation", "point.common.steps", whole),
