@@ -151,7 +151,8 @@ def merged(origins: Sequence[dict[str, Any]], argv: Sequence[str]) -> dict[str, 
         "versions": all_of([origin["versions"] for origin in origins]),
         "device": all_of([origin["device"] for origin in origins]),
         "cpus": all_of([origin["cpus"] for origin in origins]),
-        "argv": [f"experiments/{NAME}.py", *argv],
+        # What makes the record from nothing; collecting alone needs the runs.
+        "argv": [f"experiments/{NAME}.py", *(word for word in argv if word != "--collect")],
         "seconds": round(sum(origin["seconds"] for origin in origins), 1),
         "cpu_seconds": round(sum(origin["cpu_seconds"] for origin in origins), 1),
     }
