@@ -378,7 +378,9 @@ def proxy_counts(
 
 def short(cell: str) -> str:
     """A cell's name where 80 columns are all there is."""
-    return cell.replace(" bf16 at the end", " bf16").replace("feed-forward", "FF")
+    for long, brief in ((" bf16 at the end", " bf16"), (", in ", " in "), (" alone", "")):
+        cell = cell.replace(long, brief)
+    return cell
 
 
 def tables(study: str, found: dict[str, Any]) -> list[Any]:

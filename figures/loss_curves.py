@@ -134,12 +134,16 @@ def forest(
     )  # fmt: skip
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
+    axes.use_sticky_edges = False  # a bar's left end would be the axes'
+    axes.margins(x=0.03)
     axes.set_xlabel("gap in held-out loss, nats per byte")
 
 
 def words(row: dict[str, Any]) -> str:
     """A claim in short, ``"mxfp8 = bf16"``; ``-`` where nothing was claimed."""
-    arm, reference = (row[key].removeprefix("fp8, ") for key in ("arm", "reference"))
+    arm, reference = (
+        verdicts.short(row[key].removeprefix("fp8, ")) for key in ("arm", "reference")
+    )
     return f"{arm} {WORDS.get(row.get('says', ''), '-')} {reference}"
 
 
@@ -355,8 +359,9 @@ def parts(record: dict[str, Any]) -> dict[str, Figure]:
             label={"x": "X", "dy": "dY"}[tensor],
         )  # fmt: skip
     left.set_xscale("symlog", linthresh=1)
+    left.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
     left.set_xlabel("excess kurtosis, median over layers and seeds")
-    left.legend(frameon=False, fontsize=6.5, loc="best")
+    left.legend(frameon=False, fontsize=6.5, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     lowest = 0.01  # percent
     for fmt, mark in (("e4m3", "o"), ("fp16", "D"), ("mxfp4/rceil", "s"), ("nvfp4", "^")):
         values = [100 * rows[(*name, "dy")][f"zeroed {fmt}"] for name in names]
