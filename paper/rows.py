@@ -704,15 +704,23 @@ def rate(value: float, key: str) -> Callable[[Data], float]:
     return look
 
 
-def proxy_ratio(arm_: str) -> Callable[[Data], str]:
-    """Runs with spikes and runs that diverged, over all rates."""
+PROXY_RATE = 1e-3
 
-    def look(record: Data) -> str:
-        rows = [c for c in record["metrics"]["counts"] if c["arm"] == arm_]
-        runs, spiked, gone = (sum(c[key] for c in rows) for key in ("runs", "spiked", "diverged"))
-        return f"{spiked} with spikes and {gone} diverged of {runs}"
+
+def proxy_ratio(arm_: str) -> Callable[[Data], float]:
+    """Final loss over FP32's."""
+
+    def look(record: Data) -> float:
+        (row,) = (
+            c for c in record["metrics"]["counts"] if (c["arm"], c["rate"]) == (arm_, PROXY_RATE)
+        )
+        return row["ratio"]
 
     return look
+
+
+def proxy_total(key: str) -> Callable[[Data], int]:
+    return lambda record: sum(row[key] for row in record["metrics"]["counts"])
 
 
 def exploratory_gap(name: str) -> Callable[[Data], str]:
@@ -827,9 +835,13 @@ LOSS_CURVES = (
     *(Row(f"pt.zeroed.{name}", "loss_curves_parts", part("hybrid", f"{words_} in", "dy", "zeroed nvfp4"), percent)
       for name, words_ in HYBRID_PARTS.items()),
     Row("px.seeds", "loss_curves_proxy", seeds, words),
-    Row("px.fp32", "loss_curves_proxy", proxy_ratio("fp32"), words),
-    Row("px.norms", "loss_curves_proxy", proxy_ratio("mx matrices and norms"), words),
-    Row("px.matrices", "loss_curves_proxy", proxy_ratio("mx matrices"), words),
+    Row("px.steps", "loss_curves_proxy", "point.common.steps", whole),
+    Row("px.runs", "loss_curves_proxy", proxy_total("runs"), whole),
+    Row("px.diverged", "loss_curves_proxy", proxy_total("diverged"), whole),
+    Row("px.rate", "loss_curves_proxy", lambda _: PROXY_RATE, scientific),
+    Row("px.matrices", "loss_curves_proxy", proxy_ratio("mx matrices"), fixed(1)),
+    Row("px.both", "loss_curves_proxy", proxy_ratio("mx matrices and norms"), fixed(1)),
+    Row("px.norms", "loss_curves_proxy", proxy_ratio("mx norms"), fixed(1)),
     Row("tu.seeds", "loss_curves_tune", seeds, words),
 )  # fmt: skip
 
