@@ -43,7 +43,7 @@ from experiments import model  # before torch: sets how its threads wait
 from torch import Tensor, nn
 
 import fpemu
-from experiments import harness, learning, paired, studies, verdicts
+from experiments import harness, paired, studies, verdicts
 from fpemu.recipes import RECIPES, Delayed, Operand, Recipe, linear_recipe
 
 NAME = "jump"
@@ -94,14 +94,11 @@ CLAIMS = tuple(
 
 
 def points(budget: studies.Budget) -> list[paired.Point]:
-    rows: list[dict[str, Any]] = [
-        {"arm": "bf16"}, {"arm": "fp32"}, {"arm": "fp32", "perturb": "ulp"},
-        *({"arm": arm, "jumps": how, "log2_jump": k} for arm, of in JUMPS.items() for how, k in of),
-    ]  # fmt: skip
-    return [
-        paired.point(budget, NAME, seed=seed, **{"jumps": "none", "log2_jump": 0, **row})
-        for seed in budget.seeds for row in rows
-    ]  # fmt: skip
+    rows = [
+        {"arm": arm, "jumps": how, "log2_jump": k} for arm, of in JUMPS.items() for how, k in of
+    ]
+    rows = [{"arm": "bf16"}, *studies.FLOOR, *rows]
+    return paired.grid(budget, NAME, rows, jumps="none", log2_jump=0)
 
 
 def cell(p: paired.Point) -> str:
@@ -178,7 +175,7 @@ class Look:
 
 def train(p: paired.Point) -> paired.Metrics:
     """Train as a point says; returns its metrics, the same ones every time."""
-    steps, first = p["steps"], p["steps"] // 2
+    first = p["steps"] // 2
     net, adamw = paired.build(p, ARMS[p["arm"]])
     factor = 2.0 ** p["log2_jump"]
     wanted = {first + offset: offset for offset in AROUND} if p["arm"] in JUMPS else {}
@@ -205,15 +202,7 @@ def train(p: paired.Point) -> paired.Metrics:
         adamw.step()
         current = step + 1
         look = Look(net.blocks) if current in wanted else None
-    held_out = paired.judge(net, p)
-    whole = len(losses) == steps and math.isfinite(losses[-1])
-    diverged = not (whole and held_out <= learning.NOTHING)
-    return {
-        "held_out": None if diverged else held_out,
-        "diverged": diverged,
-        "around": around,
-        "train": learning.binned(losses if whole else losses[:-1]),
-    }
+    return {**paired.outcome(net, p, losses), "around": around}
 
 
 # What runs say -----------------------------------------------------------------------------------
@@ -284,9 +273,7 @@ EXPERIMENT = paired.Experiment(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from figures import jump as drawing
-
-    return paired.main(EXPERIMENT, drawing.draw, argv)
+    return paired.main(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

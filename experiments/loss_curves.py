@@ -57,18 +57,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--study", nargs="+", choices=tuple(studies.STUDIES), default=tuple(studies.STUDIES),
         metavar="NAME", help="only these (default: all)",
     )  # fmt: skip
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parser.add_argument(
-        "--workers", type=int, default=1 if "RANK" in os.environ else cores, metavar="N",
-        help="processes, of one thread each",
-    )  # fmt: skip
-    parser.add_argument("--retry", action="store_true", help="run failed runs again")
-    parser.add_argument("--collect", action="store_true", help="run nothing; make the records")
+    runs.add_arguments(parser)
     parser.add_argument("--status", action="store_true", help="run nothing; say what is done")
-    args = harness.parse(parser, argv)
-    if args.workers < 1:
-        parser.error(f"--workers {args.workers}: at least one worker is needed")
-    return args
+    return harness.parse(parser, argv)
 
 
 def budget_of(args: argparse.Namespace) -> studies.Budget:
@@ -100,62 +91,11 @@ def collect(
     study: str, points: Sequence[dict[str, Any]], folder: Path, budget: studies.Budget,
     argv: Sequence[str],
 ) -> dict[str, Any] | None:  # fmt: skip
-    """The record of a study whose runs are all there and went well; else None.
-
-    Keys of points that all runs share stand once, in ``point["common"]``.
-    """
-    found = [runs.read(folder, point) for point in points]
-    records = [record for record in found if record is not None and record["status"] == "ok"]
-    if len(records) < len(points):
-        return None
-    common = {
-        key: value
-        for key, value in points[0].items()
-        if all(key in point and point[key] == value for point in points)
-    }
-    rows = [
-        {**{k: v for k, v in record["point"].items() if k not in common}, **record["metrics"]}
-        for record in records
-    ]
-    origins = [record["provenance"] for record in records]
-    return {
-        "schema": harness.SCHEMA,
-        "experiment": NAME,
-        "status": "ok",
-        "error": None,
-        "point": {"study": study, "budget": asdict(budget), "common": common},
-        "provenance": merged(origins, argv),
-        "metrics": harness.plain(
-            {
-                "runs": rows,
-                **verdicts.judge(study, points, [r["metrics"] for r in records], budget),
-            },
-            7,
-        ),
-    }
-
-
-def merged(origins: Sequence[dict[str, Any]], argv: Sequence[str]) -> dict[str, Any]:
-    """One provenance for many runs: where they differ, a list of what occurs."""
-
-    def all_of(values: Sequence[Any]) -> Any:
-        kinds = {runs.canonical({"": v}): v for v in values}
-        return next(iter(kinds.values())) if len(kinds) == 1 else [kinds[k] for k in sorted(kinds)]
-
-    commits = all_of([origin["git"]["commit"] for origin in origins])
-    return {
-        "git": {
-            "commit": commits if not isinstance(commits, list) else " ".join(map(str, commits)),
-            "dirty": any(origin["git"]["dirty"] is not False for origin in origins),
-        },
-        "versions": all_of([origin["versions"] for origin in origins]),
-        "device": all_of([origin["device"] for origin in origins]),
-        "cpus": all_of([origin["cpus"] for origin in origins]),
-        # What makes the record from nothing; collecting alone needs the runs.
-        "argv": [f"experiments/{NAME}.py", *(word for word in argv if word != "--collect")],
-        "seconds": round(sum(origin["seconds"] for origin in origins), 1),
-        "cpu_seconds": round(sum(origin["cpu_seconds"] for origin in origins), 1),
-    }
+    """The record of a study whose runs are all there and went well; else None."""
+    return runs.collect(
+        NAME, points, folder, argv, {"study": study, "budget": asdict(budget)},
+        lambda points, metrics: verdicts.judge(study, points, metrics, budget),
+    )  # fmt: skip
 
 
 # The script --------------------------------------------------------------------------------------
@@ -210,12 +150,7 @@ def report(
         points = unique(points)
         record = collect(study, points, folder, budget, args.argv)
         if record is None:
-            counts = runs.tally(folder, points)
-            out.print(f"{study}: {counts['failed']} runs failed, {counts['missing']} missing; start again, with --retry for those that failed")  # fmt: skip
-            for point in points:
-                found = runs.read(folder, point)
-                if found is not None and found["status"] == "failed":
-                    out.print(f"  {runs.name_of(point)}: {found['error']}", markup=False)
+            runs.say_what_lacks(out, study, folder, points)
             status = 1
             continue
         path = home / f"{NAME}_{study}.json"

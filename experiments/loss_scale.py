@@ -42,7 +42,7 @@ import torch
 from torch import nn
 
 import fpemu
-from experiments import harness, learning, paired, studies, verdicts
+from experiments import harness, paired, studies, verdicts
 from fpemu.recipes import RECIPES, Recipe, linear_recipe
 
 NAME = "loss_scale"
@@ -88,15 +88,12 @@ CLAIMS = tuple(
 
 def points(budget: studies.Budget) -> list[paired.Point]:
     """Every arm and scale with every seed, the references first."""
-    rows: list[dict[str, Any]] = [
-        {"arm": "bf16"}, {"arm": "fp32"}, {"arm": "fp32", "perturb": "ulp"},
+    rows = [
+        {"arm": "bf16"}, *studies.FLOOR,
         *({"arm": arm, "scaler": "dynamic", "log2_scale": k} for arm in SWEPT for k in STARTS[arm]),
         *({"arm": arm, "log2_scale": k} for k in EXPONENTS[budget.name] for arm in SWEPT),
     ]  # fmt: skip
-    return [
-        paired.point(budget, NAME, seed=seed, **{"scaler": "fixed", "log2_scale": 0, **row})
-        for seed in budget.seeds for row in rows
-    ]  # fmt: skip
+    return paired.grid(budget, NAME, rows, scaler="fixed", log2_scale=0)
 
 
 def cell(p: paired.Point) -> str:
@@ -155,19 +152,14 @@ def train(p: paired.Point) -> paired.Metrics:
         scaler.update(None if dynamic else scaler.get_scale())
         if step == steps - 2 and recipe.dgrad.a.fmt is not None:
             counts = watch(net.blocks, str(recipe.dgrad.a.fmt))
-    held_out = paired.judge(net, p)
-    whole = len(losses) == steps and math.isfinite(losses[-1])
-    diverged = not (whole and held_out <= learning.NOTHING)
     return {
-        "held_out": None if diverged else held_out,
-        "diverged": diverged,
+        **paired.outcome(net, p, losses),
         "skipped": len(skipped),
         "skipped_at": skipped if dynamic else [],
         "dy": counts,
         "log2_scale_by_step": scales if dynamic else [],
         "backoffs": sum(b < a for a, b in pairwise(scales)),
         "growths": sum(b > a for a, b in pairwise(scales)),
-        "train": learning.binned(losses if whole else losses[:-1]),
     }
 
 
@@ -263,9 +255,7 @@ EXPERIMENT = paired.Experiment(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from figures import loss_scale as drawing
-
-    return paired.main(EXPERIMENT, drawing.draw, argv)
+    return paired.main(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

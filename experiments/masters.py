@@ -112,7 +112,7 @@ CLAIMS = tuple(
 
 def points(budget: studies.Budget) -> list[paired.Point]:
     rows = [*({"arm": arm} for arm in ARMS), {"arm": "bf16_master", "perturb": "ulp"}]
-    return [paired.point(budget, NAME, seed=seed, **row) for seed in budget.seeds for row in rows]
+    return paired.grid(budget, NAME, rows)
 
 
 def cell(p: paired.Point) -> str:
@@ -227,14 +227,9 @@ def train(p: paired.Point) -> paired.Metrics:
         if looked_at:
             moves.compare(step, rate)
         scaler.update()
-    held_out = paired.judge(net, p)
-    whole = len(losses) == steps and math.isfinite(losses[-1])
-    diverged = not (whole and held_out <= learning.NOTHING)
     return {
-        "held_out": None if diverged else held_out,
+        **paired.outcome(net, p, losses),
         "at_decay": at_decay if math.isfinite(at_decay) else None,
-        "diverged": diverged,
-        "train": learning.binned(losses if whole else losses[:-1]),
         **moves.metrics(),
     }
 
@@ -320,9 +315,7 @@ EXPERIMENT = paired.Experiment(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from figures import masters as drawing
-
-    return paired.main(EXPERIMENT, drawing.draw, argv)
+    return paired.main(EXPERIMENT, argv)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ experiments/runs.py, one file each, so a run that is killed is resumed by the sa
 from __future__ import annotations
 
 import argparse
-import os
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 from experiments import model  # before torch: sets how its threads wait
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import fpemu
-from experiments import harness, learning, loss_curves, runs, studies, verdicts
+from experiments import harness, learning, runs, studies, verdicts
 from fpemu.recipes import Recipe
 
 Point = dict[str, Any]
@@ -39,6 +39,15 @@ def point(budget: studies.Budget, task: str, arm: str, seed: int, **fields: Any)
         "model": budget.gpt, "rate": budget.rate, "steps": budget.steps, "batch": budget.batch,
         "warmup": budget.warmup, "held_out": budget.held_out, "device": "cpu", **fields,
     }  # fmt: skip
+
+
+def grid(
+    budget: studies.Budget, task: str, rows: Sequence[dict[str, Any]], **fields: Any
+) -> list[Point]:
+    """Every row with every seed; `fields` are what a row says unless it says otherwise."""
+    return [
+        point(budget, task, seed=seed, **{**fields, **row}) for seed in budget.seeds for row in rows
+    ]
 
 
 def build(p: Point, recipe: Recipe) -> tuple[Any, torch.optim.AdamW]:
@@ -80,6 +89,22 @@ def set_rate(optimizers: Sequence[torch.optim.Optimizer], step: int, p: Point) -
         for group in optimizer.param_groups:
             group["lr"] = rate
     return rate
+
+
+def outcome(net: Any, p: Point, losses: Sequence[float]) -> Metrics:
+    """How a run ended, from its training losses; the last may be no number.
+
+    A run diverges when a training loss is not finite or the held-out loss at the end is above that
+    of knowing nothing; the loss is then None.
+    """
+    held_out = judge(net, p)
+    whole = len(losses) == p["steps"] and math.isfinite(losses[-1])
+    diverged = not (whole and held_out <= learning.NOTHING)
+    return {
+        "held_out": None if diverged else held_out,
+        "diverged": diverged,
+        "train": learning.binned(list(losses if whole else losses[:-1])),
+    }
 
 
 def judge(net: Any, p: Point) -> float:
@@ -125,55 +150,11 @@ def parse(experiment: Experiment, argv: Sequence[str] | None = None) -> argparse
     parser = harness.arguments(
         experiment.about, experiment.examples, full="the budget of the paper"
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parser.add_argument(
-        "--workers", type=int, default=cores, metavar="N", help="processes, of one thread each"
-    )
-    parser.add_argument("--retry", action="store_true", help="run failed runs again")
-    parser.add_argument("--collect", action="store_true", help="run nothing; make the record")
-    args = harness.parse(parser, argv)
-    if args.workers < 1:
-        parser.error(f"--workers {args.workers}: at least one worker is needed")
-    return args
+    runs.add_arguments(parser)
+    return harness.parse(parser, argv)
 
 
-def collect(
-    experiment: Experiment, points: Sequence[Point], folder: Path, budget: studies.Budget,
-    argv: Sequence[str],
-) -> dict[str, Any] | None:  # fmt: skip
-    """The record of all runs, if all are there and went well; else None.
-
-    Keys of points that all runs share stand once, in ``point["common"]``.
-    """
-    found = [runs.read(folder, p) for p in points]
-    records = [r for r in found if r is not None and r["status"] == "ok"]
-    if len(records) < len(points):
-        return None
-    common = {k: v for k, v in points[0].items() if all(k in p and p[k] == v for p in points)}
-    metrics = [record["metrics"] for record in records]
-    rows = [
-        {**{k: v for k, v in p.items() if k not in common}, **m}
-        for p, m in zip(points, metrics, strict=True)
-    ]
-    origin = loss_curves.merged([record["provenance"] for record in records], argv)
-    origin["argv"][0] = f"experiments/{experiment.name}.py"
-    said = {"runs": rows, **experiment.judge(points, metrics)}
-    return {
-        "schema": harness.SCHEMA,
-        "experiment": experiment.name,
-        "status": "ok",
-        "error": None,
-        "point": {"budget": budget.name, "seeds": list(budget.seeds), "common": common},
-        "provenance": origin,
-        "metrics": harness.plain(said, 7),
-    }
-
-
-def main(
-    experiment: Experiment,
-    draw: Callable[[Path, Path], list[Path]],
-    argv: Sequence[str] | None = None,
-) -> int:
+def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
     """Run, collect, print, draw. Returns the exit status: 1 where runs failed or are missing."""
     args = parse(experiment, argv)
     budget = experiment.budgets[args.budget]
@@ -188,20 +169,17 @@ def main(
         runs.pool(
             folder, points, experiment.compute, experiment.name, args.argv, args.device, args.workers
         )  # fmt: skip
-    record = collect(experiment, points, folder, budget, args.argv)
+    asked = {"budget": budget.name, "seeds": list(budget.seeds)}
+    record = runs.collect(experiment.name, points, folder, args.argv, asked, experiment.judge)
     if record is None:
-        counts = runs.tally(folder, points)
-        out.print(f"{experiment.name}: {counts['failed']} runs failed, {counts['missing']} missing; start again, with --retry for those that failed")  # fmt: skip
-        for p in points:
-            found = runs.read(folder, p)
-            if found is not None and found["status"] == "failed":
-                out.print(f"  {runs.name_of(p)}: {found['error']}", markup=False)
+        runs.say_what_lacks(out, experiment.name, folder, points)
         return 1
     path = home / f"{experiment.name}.json"
     harness.write_record(path, record)
     for table in experiment.tables(record["metrics"]):
         out.print(table)
-    drawn = draw(path, harness.drawings(args))
+    # Not before: figures load matplotlib.
+    drawn = import_module(f"figures.{experiment.name}").draw(path, harness.drawings(args))
     out.print("\n".join(f"  {harness.shown(p)}" for p in [path, *drawn]), markup=False)
     return 0
 

@@ -11,6 +11,7 @@ that fails leaves a file that says ``"failed"`` and why.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import json
@@ -269,3 +270,97 @@ def tally(folder: Path, points: Sequence[Point]) -> dict[str, int]:
         record = read(folder, point)
         counts["missing" if record is None else record["status"]] += 1
     return counts
+
+
+# Command line and record -------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many workers, and what to do with runs that are there. A rank of torchrun is a worker."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parser.add_argument(
+        "--workers", type=positive, default=1 if "RANK" in os.environ else cores, metavar="N",
+        help="processes, of one thread each",
+    )  # fmt: skip
+    parser.add_argument("--retry", action="store_true", help="run failed runs again")
+    parser.add_argument("--collect", action="store_true", help="run nothing; make the record")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least one worker is needed")
+    return int(text)
+
+
+def collect(
+    experiment: str,
+    points: Sequence[Point],
+    folder: Path,
+    argv: Sequence[str],
+    asked: dict[str, Any],
+    judge: Callable[[Sequence[Point], Sequence[dict[str, Any]]], dict[str, Any]],
+) -> dict[str, Any] | None:
+    """One record of many runs, where all are there and went well; else None.
+
+    Parameters
+    ----------
+    asked : dict
+        What the record's point says; keys of points that all runs share stand beside, once, as
+        ``"common"``.
+    judge : callable
+        From points and their metrics to what they say together.
+    """
+    found = [read(folder, point) for point in points]
+    records = [record for record in found if record is not None and record["status"] == "ok"]
+    if len(records) < len(points):
+        return None
+    common = {k: v for k, v in points[0].items() if all(k in p and p[k] == v for p in points)}
+    metrics = [record["metrics"] for record in records]
+    rows = [
+        {**{k: v for k, v in point.items() if k not in common}, **found_}
+        for point, found_ in zip(points, metrics, strict=True)
+    ]
+    return {
+        "schema": harness.SCHEMA,
+        "experiment": experiment,
+        "status": "ok",
+        "error": None,
+        "point": {**asked, "common": common},
+        "provenance": merged(experiment, [record["provenance"] for record in records], argv),
+        "metrics": harness.plain({"runs": rows, **judge(points, metrics)}, 7),
+    }
+
+
+def merged(
+    experiment: str, origins: Sequence[dict[str, Any]], argv: Sequence[str]
+) -> dict[str, Any]:
+    """One provenance for many runs: where they differ, a list of what occurs."""
+
+    def all_of(values: Sequence[Any]) -> Any:
+        kinds = {canonical({"": v}): v for v in values}
+        return next(iter(kinds.values())) if len(kinds) == 1 else [kinds[k] for k in sorted(kinds)]
+
+    commits = all_of([origin["git"]["commit"] for origin in origins])
+    return {
+        "git": {
+            "commit": commits if not isinstance(commits, list) else " ".join(map(str, commits)),
+            "dirty": any(origin["git"]["dirty"] is not False for origin in origins),
+        },
+        "versions": all_of([origin["versions"] for origin in origins]),
+        "device": all_of([origin["device"] for origin in origins]),
+        "cpus": all_of([origin["cpus"] for origin in origins]),
+        # What makes the record from nothing; collecting alone needs the runs.
+        "argv": [f"experiments/{experiment}.py", *(word for word in argv if word != "--collect")],
+        "seconds": round(sum(origin["seconds"] for origin in origins), 1),
+        "cpu_seconds": round(sum(origin["cpu_seconds"] for origin in origins), 1),
+    }
+
+
+def say_what_lacks(out: Any, name: str, folder: Path, points: Sequence[Point]) -> None:
+    """Print how many runs are missing or failed, and why these did."""
+    counts = tally(folder, points)
+    out.print(f"{name}: {counts['failed']} runs failed, {counts['missing']} missing; start again, with --retry for those that failed")  # fmt: skip
+    for point in points:
+        found = read(folder, point)
+        if found is not None and found["status"] == "failed":
+            out.print(f"  {name_of(point)}: {found['error']}", markup=False)

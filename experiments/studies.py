@@ -217,7 +217,7 @@ def cell(p: Point) -> str:
 
 
 #: FP32, and FP32 from one ulp beside: the chaos floor of a study of runs of normal length.
-_FLOOR: tuple[dict[str, Any], ...] = ({"arm": "fp32"}, {"arm": "fp32", "perturb": "ulp"})
+FLOOR: tuple[dict[str, Any], ...] = ({"arm": "fp32"}, {"arm": "fp32", "perturb": "ulp"})
 
 
 def _grid(budget: Budget, rows: Sequence[dict[str, Any]], **fields: Any) -> list[Point]:
@@ -230,11 +230,11 @@ def _arms(*names: str) -> list[dict[str, Any]]:
 
 
 def recipes(budget: Budget) -> list[Point]:
-    return _grid(budget, [*_arms(*RECIPE_ARMS), _FLOOR[1]])
+    return _grid(budget, [*_arms(*RECIPE_ARMS), FLOOR[1]])
 
 
 def ablations(budget: Budget) -> list[Point]:
-    return _grid(budget, [*_arms(*ABLATION_ARMS), *_FLOOR])
+    return _grid(budget, [*_arms(*ABLATION_ARMS), *FLOOR])
 
 
 def tune(budget: Budget) -> list[Point]:
@@ -264,12 +264,12 @@ def tokens(budget: Budget) -> list[Point]:
         {"arm": arm, "steps": round(length * budget.steps)}
         for length in budget.lengths for arm in TOKEN_ARMS
     ]  # fmt: skip
-    return _grid(budget, [*rows, *_FLOOR])
+    return _grid(budget, [*rows, *FLOOR])
 
 
 def switch(budget: Budget) -> list[Point]:
     rows = [{"arm": "nvfp4", "switch": which} for which in SWITCHES]
-    return _grid(budget, [*_arms("bf16", "nvfp4"), *rows, *_FLOOR])
+    return _grid(budget, [*_arms("bf16", "nvfp4"), *rows, *FLOOR])
 
 
 def hybrid(budget: Budget) -> list[Point]:

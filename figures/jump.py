@@ -74,16 +74,11 @@ def around(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def gaps(record: dict[str, Any]) -> Figure:
-    found = record["metrics"]
-    figure, axes = style.new(figsize=(style.DOUBLE, 0.7 + 0.24 * len(found["claims"])))
-    losses = {c: {int(s): x for s, x in of.items()} for c, of in found["losses"].items()}
-    loss_curves.forest(axes, found["claims"], losses, found, lambda arm: SHADES[arm.split()[0]])
-    return figure
-
-
 def figures(record: dict[str, Any]) -> dict[str, Figure]:
-    return {"_around": around(record), "_gaps": gaps(record)}
+    return {
+        "_around": around(record),
+        "_gaps": loss_curves.claims(record, lambda arm: SHADES[arm.split()[0]]),
+    }
 
 
 def draw(path: Path, out: Path) -> list[Path]:

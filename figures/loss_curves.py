@@ -139,6 +139,15 @@ def forest(
     axes.set_xlabel("gap in held-out loss, nats per byte")
 
 
+def claims(record: dict[str, Any], shade: Callable[[str], str] = shade) -> Figure:
+    """All claims of a record of `experiments.paired`."""
+    found = record["metrics"]
+    figure, axes = style.new(figsize=(style.DOUBLE, 0.7 + 0.24 * len(found["claims"])))
+    losses = {c: {int(s): x for s, x in of.items()} for c, of in found["losses"].items()}
+    forest(axes, found["claims"], losses, found, shade)
+    return figure
+
+
 def words(row: dict[str, Any]) -> str:
     """A claim in short, ``"mxfp8 = bf16"``; ``-`` where nothing was claimed."""
     arm, reference = (

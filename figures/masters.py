@@ -90,16 +90,8 @@ def moves(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def gaps(record: dict[str, Any]) -> Figure:
-    found = record["metrics"]
-    figure, axes = style.new(figsize=(style.DOUBLE, 0.7 + 0.24 * len(found["claims"])))
-    losses = {c: {int(s): x for s, x in of.items()} for c, of in found["losses"].items()}
-    loss_curves.forest(axes, found["claims"], losses, found)
-    return figure
-
-
 def figures(record: dict[str, Any]) -> dict[str, Figure]:
-    return {"_moves": moves(record), "_gaps": gaps(record)}
+    return {"_moves": moves(record), "_gaps": loss_curves.claims(record)}
 
 
 def draw(path: Path, out: Path) -> list[Path]:

@@ -72,19 +72,6 @@ def test_a_fixed_scale_stays_after_an_overflow() -> None:
     assert loss_scale.train(tiny("fp16", 40))["backoffs"] == 0
 
 
-@pytest.mark.parametrize("name", ["quick", "default", "full"])
-def test_every_claim_has_its_runs(name: str) -> None:
-    budget = loss_scale.BUDGETS[name]
-    points = loss_scale.points(budget)
-    assert len({runs.canonical(p) for p in points}) == len(points)
-    cells = {loss_scale.cell(p) for p in points}
-    for claim in loss_scale.CLAIMS:
-        assert {claim.arm, claim.reference} <= cells
-    assert not {p["seed"] for p in points} & set(studies.TUNING)
-    for cell in cells:
-        assert sorted(p["seed"] for p in points if loss_scale.cell(p) == cell) == list(budget.seeds)
-
-
 def test_the_paper_takes_six_seeds_and_the_whole_range() -> None:
     assert len(loss_scale.BUDGETS["full"].seeds) >= 6
     assert {-16, 20} <= set(loss_scale.EXPONENTS["full"])

@@ -140,16 +140,6 @@ def test_below_half_a_step_nothing_moves_to_nearest_and_something_does_stochasti
 # The whole ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["quick", "default", "full"])
-def test_every_claim_has_its_runs(name: str) -> None:
-    points = masters.points(masters.BUDGETS[name])
-    cells = {masters.cell(p) for p in points}
-    for claim in masters.CLAIMS:
-        assert {claim.arm.removesuffix(masters.DECAY), claim.reference.removesuffix(masters.DECAY)} <= cells  # fmt: skip
-    assert not {p["seed"] for p in points} & set(studies.TUNING)
-    assert len(masters.BUDGETS["full"].seeds) >= 6
-
-
 def test_a_run_fills_its_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
