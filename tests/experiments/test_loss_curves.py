@@ -521,6 +521,10 @@ def test_parts_are_measured() -> None:
     learning.train(
         {**point, "task": "hybrid"}, lambda net: found.update(prediction.capture(net, point))
     )
+    sparse = found["2.out"]["x"]  # squared ReLU: zeros are no loss
+    q = fpemu.quantize(sparse, "e4m3")
+    assert int((sparse == 0).sum()) > 0
+    assert rows["2.out", "x"]["zeroed e4m3"] == int(((sparse != 0) & (q == 0)).sum()) / int((sparse != 0).sum())  # fmt: skip
     x = found["0.out"]["dy"].numpy().astype(float)
     row = rows["0.out", "dy"]
     assert row["crest"] == pytest.approx(abs(x).max() / (x**2).mean() ** 0.5, rel=1e-6)
