@@ -264,7 +264,7 @@ def tables(found: paired.Metrics) -> list[Any]:
 EXAMPLES = """
 python experiments/jump.py --quick                       # under two minutes on two cores
 python experiments/jump.py                               # under ten
-python experiments/jump.py --full --workers 2            # half an hour; start it again to go on
+python experiments/jump.py --full --workers 2            # a quarter of an hour; start it again to go on
 python figures/jump.py results/full/jump.json
 """
 EXPERIMENT = paired.Experiment(
