@@ -52,17 +52,20 @@ def run(request: Request, device: Any = None) -> np.ndarray:
     d = np.array(request.c, np.float32)
     if any(request.bad) or not request.depth:
         return d
+    # Small matrices together, large ones in pieces of their rows.
+    together = max(1, _ELEMENTS // max(unit.L * d.shape[1] * d.shape[2], 1))
     rows = max(1, _ELEMENTS // max(unit.L * d.shape[2], 1))
-    for m, (i, j) in enumerate(zip(a.index.tolist(), b.index.tolist(), strict=True)):
-        right = _Side(request, b, unit.b, j, slice(None), device)
+    for first in range(0, len(d), together):
+        some = slice(first, first + together)
+        right = _Side(request, b, unit.b, b.index[some], slice(None), device)
         for r in range(0, d.shape[1], rows):
             part = slice(r, min(r + rows, d.shape[1]))
-            left = _Side(request, a, unit.a, i, part, device)
-            c = torch.from_numpy(d[m, part]).to(device)
+            left = _Side(request, a, unit.a, a.index[some], part, device)
+            c = _tensor(d[some, part], device)
             result = _reference(request, left, right, c) if unit.is_reference else _chain(
                 request, left, right, c.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
             )  # fmt: skip
-            d[m, part] = result.cpu().numpy()
+            d[some, part] = result.cpu().numpy()
     return d
 
 
@@ -83,19 +86,22 @@ def _tensor(array: np.ndarray, device: Any) -> Tensor:
 
 
 class _Side:
-    """One operand's rows (or columns), along K: [rows, K] for both."""
+    """Rows (or columns) of some matrices of an operand, along K: [matrices, rows, K] for both."""
 
     def __init__(
-        self, request: Request, operand: Operand, fmt: Format, matrix: int, part: slice, device: Any
-    ) -> None:
+        self, request: Request, operand: Operand, fmt: Format, some: np.ndarray, part: slice,
+        device: Any,
+    ) -> None:  # fmt: skip
         unit = request.unit
         is_a = operand is request.a
-        flip = (lambda x: x) if is_a else (lambda x: np.swapaxes(x, 0, 1))
-        self.values = _tensor(flip(operand.values[matrix])[part], device)
+
+        def taken(x: np.ndarray) -> Tensor:
+            x = x[some]
+            return _tensor((x if is_a else np.swapaxes(x, 1, 2))[:, part], device)
+
+        self.values = taken(operand.values)
         factor = request.factor_a if is_a else request.factor_b
-        self.factor = None
-        if factor is not None:
-            self.factor = _tensor(flip(factor[matrix])[part], device)
+        self.factor = None if factor is None else taken(factor)
         if unit.is_reference:
             return
         # Sign and infinities only: what a special sum needs to know.
@@ -115,14 +121,12 @@ class _Side:
         self.sig = torch.where(bits < 0, -sig, sig)
         self.scale_sig = self.scale_exp = None
         if operand.scales is not None:
-            self.scale_sig, self.scale_exp = (
-                _tensor(flip(s[matrix])[part], device) for s in operand.scales[:2]
-            )
+            self.scale_sig, self.scale_exp = (taken(s) for s in operand.scales[:2])
             self.size = operand.scales.size
 
     def at(self, k: Any, axis: int) -> tuple[Tensor, Tensor, Tensor]:
         """sig, exp and specials of the elements `k`, with an axis for the other operand."""
-        return tuple(x[:, k].unsqueeze(axis) for x in (self.sig, self.exp, self.special))  # type: ignore[return-value]
+        return tuple(x[..., k].unsqueeze(axis) for x in (self.sig, self.exp, self.special))  # type: ignore[return-value]
 
 
 # The units -----------------------------------------------------------------------------------------
@@ -150,14 +154,14 @@ def _chain(request: Request, left: _Side, right: _Side, c: Tensor) -> Tensor:
                 partial = _block(request, left, right, slice(k, min(k + unit.L, end)), partial)
         factor = None
         if left.factor is not None and right.factor is not None:
-            factor = left.factor[:, n, None] * right.factor[None, :, n]
+            factor = left.factor[..., :, None, n] * right.factor[..., None, :, n]
         c = _late(request.out, c, partial, factor)
     return _floats(c)
 
 
 def _block(request: Request, left: _Side, right: _Side, k: Any, c: Tensor) -> Tensor:
     unit, out = request.unit, request.out
-    (sa, ea, xa), (sb, eb, xb) = left.at(k, 1), right.at(k, 0)
+    (sa, ea, xa), (sb, eb, xb) = left.at(k, -2), right.at(k, -3)
     value = sa * sb
     exponent = torch.where(value != 0, ea + eb, NO_EXPONENT)
     special = None
@@ -196,8 +200,10 @@ def _scaled(
     starts = torch.arange(k.start, k.stop, step, device=value.device) // left.size
     assert left.scale_sig is not None and left.scale_exp is not None
     assert right.scale_sig is not None and right.scale_exp is not None
-    sig = left.scale_sig[:, None, starts] * right.scale_sig[None, :, starts]
-    exp = (left.scale_exp[:, None, starts] + right.scale_exp[None, :, starts]).to(torch.int64)
+    sig = left.scale_sig[..., :, None, starts] * right.scale_sig[..., None, :, starts]
+    exp = (left.scale_exp[..., :, None, starts] + right.scale_exp[..., None, :, starts]).to(
+        torch.int64
+    )
     special = (sig * 0).sum(-1)
     if unit.group == 1:
         return value, exponent + exp, special
@@ -280,9 +286,11 @@ def _reference(request: Request, left: _Side, right: _Side, c: Tensor) -> Tensor
     """float32 sums; each torch operation is one IEEE operation."""
     if request.unit.order == "sequential":
         for k in range(request.depth):
-            c = c + left.values[:, k, None] * right.values[None, :, k]
+            c = c + left.values[..., :, None, k] * right.values[..., None, :, k]
         return c
-    level = [left.values[:, k, None] * right.values[None, :, k] for k in range(request.depth)]
+    level = [
+        left.values[..., :, None, k] * right.values[..., None, :, k] for k in range(request.depth)
+    ]
     while len(level) > 1:
         odd = level[-1:] if len(level) % 2 else []
         level = [x + y for x, y in zip(level[0::2], level[1::2], strict=False)] + odd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,17 @@ def run(k: Case, unit: Unit | str, out: str = "fp32", **options: Any) -> Any:
     return matmul(k.a, k.b, unit=unit, c=k.c, out=out, **options)
 
 
+@lru_cache(maxsize=1)  # one unit's, for all backends
+def expected(name: str) -> list[tuple[Case, str, int, np.ndarray]]:
+    unit = get_unit(name)
+    return [
+        (k, out, depth, run(k, unit, out, backend="oracle"))
+        for out in unit.outputs
+        for depth, rows in ((unit.step, 3), (2 * unit.step + 5, 4))
+        for k in cases(unit, rows, depth, 6, seed=depth)
+    ]
+
+
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("name", sorted(DISTINCT.values()))
 def test_fast_equals_oracle(name: str, backend: str) -> None:
@@ -47,12 +59,9 @@ def test_fast_equals_oracle(name: str, backend: str) -> None:
     unit = get_unit(name)
     if backend == "torch" and torch_.supports(unit):
         pytest.skip(f"torch backend: {torch_.supports(unit)}")
-    for out in unit.outputs:
-        for depth, rows in ((unit.step, 3), (2 * unit.step + 5, 4)):
-            for k in cases(unit, rows, depth, 6, seed=depth):
-                want = run(k, unit, out, backend="oracle")
-                got = run(k, unit, out, backend=backend)
-                assert_same_bits(got, want, note=f"{name} {out} K={depth} {k.kind}:")
+    for k, out, depth, want in expected(name):
+        got = run(k, unit, out, backend=backend)
+        assert_same_bits(got, want, note=f"{name} {out} K={depth} {k.kind}:")
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -146,6 +155,30 @@ def test_scaled_batches() -> None:
     got = matmul(fpemu.encode(x, "nvfp4/1level"), b, unit=unit)
     for i in range(3):
         assert_same_bits(got[i], matmul(fpemu.encode(x[i], "nvfp4/1level"), b, unit=unit))
+
+
+@pytest.mark.parametrize("elements", [1, 2000, torch_._ELEMENTS])
+def test_matrices_together_or_in_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable backend: one row of one matrix at a time, a few matrices, all."""
+    monkeypatch.setattr(torch_, "_ELEMENTS", elements)
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((4, 1, 5, 80)).astype(np.float32)
+    y = rng.standard_normal((3, 80, 7)).astype(np.float32)
+    y[1] *= 1000  # matrices differ in more than noise
+    x[2, 0, 1, 3] = np.inf
+    for unit in ("hopper.wgmma.bf16", "fp32.sequential", "fp32.pairwise"):
+        a, b = (fpemu.quantize(t, get_unit(unit).a) for t in (x, y))
+        assert_same_bits(matmul(a, b, unit=unit, backend="torch"), matmul(a, b, unit=unit))
+    x[2, 0, 1, 3] = 2
+    a, b = fpemu.encode(x, "nvfp4/1level"), fpemu.encode(y, "nvfp4/1level", axis=1)
+    unit = "blackwell.tcgen05.nvfp4"
+    assert_same_bits(matmul(a, b, unit=unit, backend="torch"), matmul(a, b, unit=unit))
+    a, b = (fpemu.quantize(np.pad(t, w), "e4m3") for t, w in
+            ((x, ((0, 0),) * 3 + ((0, 176),)), (y, ((0, 0), (0, 176), (0, 0)))))  # fmt: skip
+    options = {"unit": "hopper.wgmma.e4m3", "recipe": "deepgemm.1d1d"}
+    options["scale_a"] = rng.uniform(1, 2, (4, 1, 5, 2)).astype(np.float32)
+    options["scale_b"] = rng.uniform(1, 2, (3, 2, 7)).astype(np.float32)
+    assert_same_bits(matmul(a, b, backend="torch", **options), matmul(a, b, **options))
 
 
 @pytest.mark.parametrize("name", ["hopper.wgmma.e4m3", "exact", "blackwell.tcgen05.e2m1"])
