@@ -359,8 +359,8 @@ def stochastic(fmt: str, key: str) -> str:
 UNDERFLOW = (
     Row("uf.table", "underflow", underflow_table, raw),
     Row("uf.millions", "underflow", lambda r: r["metrics"]["parameters"] / 1e6, fixed(1)),
-    Row("uf.first", "underflow", lambda r: min(r["point"]["steps"]), whole),
-    Row("uf.last", "underflow", end, whole),
+    Row("uf.first", "underflow", lambda r: min(r["point"]["steps"]) + 1, whole),
+    Row("uf.last", "underflow", lambda r: end(r) + 1, whole),
     Row("uf.seed", "underflow", "point.seed", whole),
     Row("uf.draws", "underflow", "point.draws", whole),
     Row("uf.fp16", "underflow", flushed("fp16"), percent),
@@ -918,6 +918,7 @@ PUBLISHED = (
     *effect("masters", "masters", claim("bf16_rne", "bf16_master", "worse")),
     Row("pv.jump", "jump", if_so(clips), words),
     Row("pv.mx nv", R, verdict_of(claim("mxfp4_sr_rht", "nvfp4", "worse")), words),
+    Row("pv.mx nv naive", R, verdict_of(claim("mxfp4", "nvfp4_naive", "worse")), words),
     Row("pv.tokens", "loss_curves_tokens", token_verdict, words),
     Row("pv.sr forward", A, verdict_of(claim("nvfp4+sr_forward", "nvfp4", "worse")), words),
     *effect("2d", A, claim("nvfp4-2d", "nvfp4", "worse")),
