@@ -473,6 +473,10 @@ MASTERS = (
     Row("ma.supported", "masters", counted("supported"), whole),
     Row("ma.floor", "masters", "metrics.chaos_floor", scientific),
     Row("ma.still", "masters", lambda r: look_up(r, cell("bf16_rne", "unchanged_matrices"))[-1], percent),
+    Row("ma.late", "masters", claim("bf16_rne_late", "bf16_master", "worse"), claim_in_words),
+    Row("ma.early", "masters", claim("bf16_rne_early", "bf16_rne", "better"), claim_in_words),
+    Row("ma.norms", "masters", claim("bf16_rne_matrices", "bf16_rne", "better"), claim_in_words),
+    Row("ma.sr", "masters", claim("bf16_sr", "bf16_master", "equal"), claim_in_words),
     Row("ma.ones", "masters", lambda r: look_up(r, cell("bf16_rne", "norms_at_one"))[-1], percent),
 )  # fmt: skip
 
