@@ -508,28 +508,31 @@ def test_mistakes_are_explained(options: dict[str, Any], message: str) -> None:
 
 WORKER = """
 import sys, torch, torch.distributed as dist, fpemu
-rank, store, path, ranks = int(sys.argv[1]), *sys.argv[2:5]
+rank, store, folder = int(sys.argv[1]), *sys.argv[2:4]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
-parallel = torch.nn.parallel.DistributedDataParallel(model)
-with fpemu.Monitor(model, ["nvfp4"], every=1, path=path, ranks=ranks) as watch:
-    for step in range(2 if rank else 3):  # one rank ends early: no rank waits for the other
-        x = torch.full((2, 16), float(rank + 1))
-        if step < 2:
-            parallel(x).sum().backward()
-        else:
-            model(x)
-        watch.step()
-        model.zero_grad()
+for ranks in ("all", "first"):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    path = f"{folder}/{ranks}/run.jsonl"
+    with fpemu.Monitor(model, ["nvfp4"], every=1, path=path, ranks=ranks) as watch:
+        for step in range(2 if rank else 3):  # one rank ends early: no rank waits for the other
+            x = torch.full((2, 16), float(rank + 1))
+            if step < 2:
+                parallel(x).sum().backward()
+            else:
+                model(x)
+            watch.step()
+            model.zero_grad()
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("ranks", ["all", "first"])
-def test_two_processes(tmp_path: Path, ranks: str) -> None:
-    arguments = [str(tmp_path / "store"), str(tmp_path / "run.jsonl"), ranks]
+def test_two_processes(tmp_path: Path) -> None:
+    for ranks in ("all", "first"):
+        (tmp_path / ranks).mkdir()
+    arguments = [str(tmp_path / "store"), str(tmp_path)]
     workers = [
         subprocess.Popen([sys.executable, "-c", WORKER, str(rank), *arguments], cwd=ROOT)
         for rank in (0, 1)
@@ -539,18 +542,19 @@ def test_two_processes(tmp_path: Path, ranks: str) -> None:
     finally:
         for worker in workers:
             worker.kill()
-    files = sorted(path.name for path in tmp_path.glob("*.jsonl"))
-    assert files == ["run.rank0.jsonl", "run.rank1.jsonl"][: 2 if ranks == "all" else 1]
-    runs = [monitor.read(tmp_path / name) for name in files]
-    assert [run.header["rank"] for run in runs] == list(range(len(files)))
-    assert runs[0].steps == [0, 1, 2] and runs[0].header["world"] == 2
-    assert runs[0].records[0, "0", "activation"]["amax"] == 1.0
-    if ranks == "all":
-        assert runs[1].steps == [0, 1]
-        assert runs[1].records[0, "0", "activation"]["amax"] == 2.0
-        # DDP has averaged the gradients by the time the step ends.
-        same = [run.records[0, "0", "weight gradient"]["amax"] for run in runs]
-        assert same[0] == same[1] > 0
+    for ranks, count in (("all", 2), ("first", 1)):
+        files = sorted(path.name for path in (tmp_path / ranks).glob("*.jsonl"))
+        assert files == ["run.rank0.jsonl", "run.rank1.jsonl"][:count]
+        runs = [monitor.read(tmp_path / ranks / name) for name in files]
+        assert [run.header["rank"] for run in runs] == list(range(count))
+        assert runs[0].steps == [0, 1, 2] and runs[0].header["world"] == 2
+        assert runs[0].records[0, "0", "activation"]["amax"] == 1.0
+        if ranks == "all":
+            assert runs[1].steps == [0, 1]
+            assert runs[1].records[0, "0", "activation"]["amax"] == 2.0
+            # DDP has averaged the gradients by the time the step ends.
+            same = [run.records[0, "0", "weight gradient"]["amax"] for run in runs]
+            assert same[0] == same[1] > 0
 
 
 def test_converted_layers_are_watched(tmp_path: Path) -> None:
