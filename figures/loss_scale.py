@@ -72,7 +72,7 @@ def sweep(record: dict[str, Any]) -> Figure:
     gaps.set_title(f"Held-out loss after {record['point']['common']['steps']} steps")
     top = max(row["high"] for row in fixed)
     bottom = min([-2 * margin, *(row["low"] for row in fixed)])
-    gaps.set_ylim(bottom * 1.3, top * 2)
+    gaps.set_ylim(bottom * 1.3, top * 8)  # above the curves: the legend, in one line
     shown = [t for t in TICKS if bottom * 1.3 <= t <= top * 2]
     gaps.set_yticks(shown, [f"{t:g}" for t in shown])
     style.percent_axis(lost, "y", lowest)
@@ -83,9 +83,12 @@ def sweep(record: dict[str, Any]) -> Figure:
     lost.set_xticks(range(scales[0], scales[-1] + 1, 4))
     style.power_of_two_axis(lost.xaxis)
     for arm, mark in ARMS.items():  # a legend: the curves cross
-        words = "FP16" if arm == "fp16" else f"FP8, dY in {arm}"
+        words = "FP16" if arm == "fp16" else f"FP8, {arm} dY"
         gaps.plot([], [], color=style.colour(arm), marker=mark, markersize=3, label=words)
-    gaps.legend(loc="upper center", fontsize=6.5, frameon=False)
+    gaps.legend(
+        loc="upper center", ncols=len(ARMS), fontsize=6.5, frameon=False, columnspacing=1,
+        handlelength=1.6, borderaxespad=0.1,
+    )  # fmt: skip
     length, ends = draw_trace(trace, record)
     figure.draw_without_rendering()
     style.label_lines(trace, length, ends, gap=8.5)

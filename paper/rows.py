@@ -451,6 +451,16 @@ def cell(name: str, key: str) -> str:
     return f"metrics.cells[cell={name}].{key}"
 
 
+def exploratory_gap(name: str) -> Callable[[Data], str]:
+    """Gap of a cell of which nothing was claimed, with its interval."""
+
+    def look(record: Data) -> str:
+        (row,) = (row for row in record["metrics"]["cells"] if row["cell"] == name)
+        return f"{signed(4)(row['gap'])} {interval(4)((row['low'], row['high']))}"
+
+    return look
+
+
 LOSS_SCALE = (
     Row("ls.table", "loss_scale", claims_table, raw),
     Row("ls.seeds", "loss_scale", seeds, words),
@@ -459,6 +469,9 @@ LOSS_SCALE = (
     Row("ls.floor", "loss_scale", "metrics.chaos_floor", scientific),
     Row("ls.fp16.small", "loss_scale", claim("fp16 2^-16", "bf16", "worse"), claim_in_words),
     Row("ls.e5m2.none", "loss_scale", claim("e5m2 2^0", "bf16", "worse"), claim_in_words),
+    Row("ls.e5m2.nothing", "loss_scale", exploratory_gap("e5m2 2^-16"), raw),
+    Row("ls.fp16.one", "loss_scale", exploratory_gap("fp16 2^0"), raw),
+    Row("ls.fp16.one.zero", "loss_scale", cell("fp16 2^0", "underflow_share"), percent),
     Row("ls.e5m2.scaled", "loss_scale", claim("e5m2 2^14", "bf16", "equal"), claim_in_words),
     Row("ls.dynamic", "loss_scale", claim("fp16 dynamic 2^16", "bf16", "equal"), claim_in_words),
     Row("ls.dynamic.high", "loss_scale", claim("fp16 dynamic 2^32", "fp16 dynamic 2^16", "worse"), claim_in_words),
@@ -725,16 +738,6 @@ def proxy_ratio(arm_: str) -> Callable[[Data], float]:
 
 def proxy_total(key: str) -> Callable[[Data], int]:
     return lambda record: sum(row[key] for row in record["metrics"]["counts"])
-
-
-def exploratory_gap(name: str) -> Callable[[Data], str]:
-    """Gap of a cell of which nothing was claimed, with its interval."""
-
-    def look(record: Data) -> str:
-        (row,) = (row for row in record["metrics"]["cells"] if row["cell"] == name)
-        return f"{signed(4)(row['gap'])} {interval(4)((row['low'], row['high']))}"
-
-    return look
 
 
 def part(model: str, name: str, tensor: str, key: str) -> Callable[[Data], float]:
