@@ -115,7 +115,8 @@ def claims(
         said = "not resolved"
         if p < LEVEL and not small:
             said = "supported" if for_it <= against else "contradicted"
-        percents = [100 * gap / losses[c.reference][s] for gap, s in zip(g, sorted(losses[c.arm]), strict=True)]  # fmt: skip
+        # Of the magnitude: how much a loss falls is negative, and worse is to be positive there too.
+        percents = [100 * gap / abs(losses[c.reference][s]) for gap, s in zip(g, sorted(losses[c.arm]), strict=True)]  # fmt: skip
         rows.append(
             {**asdict(c), "n": len(g), "mean": mean, "low": low, "high": high,
              "percent": statistics.fmean(percents), "p": min(for_it, against), "p_holm": p,
