@@ -273,6 +273,13 @@ def test_gaps_without_spread() -> None:
     assert verdicts.p_values("worse", [0.1] * 6) == (0.0, 1.0)
 
 
+def test_percent_is_of_the_references_magnitude() -> None:
+    """What a loss falls by is negative; worse is to be positive there too."""
+    falls = {"ref": {1: -0.5, 2: -0.5}, "arm": {1: -0.4, 2: -0.2}}
+    (row,) = verdicts.claims([studies.Claim("x", "arm", "worse", "ref")], falls, 0.0)
+    assert row["percent"] == pytest.approx(40) and row["mean"] == pytest.approx(0.2)
+
+
 def test_holm_by_hand() -> None:
     assert verdicts.holm([0.02, 0.01, 0.9]) == pytest.approx([0.04, 0.03, 0.9])
     assert verdicts.holm([0.6, 0.5]) == [1.0, 1.0]
