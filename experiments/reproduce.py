@@ -6,7 +6,7 @@ exploratory run. The committed records in results/ and results/full stay as they
 
 Stop it at any time and start it again. An experiment whose record is there, went well, and was made
 by this commit with this budget is not run again; one that was stopped begins again, except those
-that keep their runs one file each (loss_curves, loss_scale, masters), which go on. A failed
+that keep their runs one file each (loss_curves, loss_scale, masters, jump, rounding), which go on. A failed
 experiment does not stop the others: the paper then leaves its parts out and says so.
 """
 

@@ -620,28 +620,33 @@ def compute(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(
-    points: Sequence[dict[str, Any]], folder: Path, argv: Sequence[str], device: str
+    points: Sequence[dict[str, Any]],
+    folder: Path,
+    argv: Sequence[str],
+    device: str,
+    workers: int = 1,
 ) -> list[dict[str, Any]]:
     """The records of all runs. Those that are in `folder` are read, so that a run can go on.
+
+    Parameters
+    ----------
+    workers : int
+        Processes, of one thread each: most of the work is in Python.
 
     Raises
     ------
     RuntimeError
         Where a run failed; it is tried again next time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     runs.forget_failures(folder, points)
-    origin = harness.provenance(NAME, argv, device)
+    runs.pool(folder, points, compute, NAME, argv, device, workers)
     found = []
-    with harness.progress("seeds", len(points)) as advance:
-        for point in points:
-            runs.work(folder, [point], compute, NAME, origin)
-            record = runs.read(folder, point)
-            assert record is not None
-            if record["status"] != "ok":
-                raise RuntimeError(f"seed {point['seed']}: {record['error']}")
-            found.append(record)
-            advance()
+    for point in points:
+        record = runs.read(folder, point)
+        if record is None or record["status"] != "ok":
+            said = record["error"] if record else "its process ended before it"
+            raise RuntimeError(f"seed {point['seed']}: {said}")
+        found.append(record)
     return found
 
 
@@ -793,9 +798,9 @@ BUDGETS = {"quick": QUICK, "default": DEFAULT, "full": FULL}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return harness.parse(
-        harness.arguments(__doc__ or "", EXAMPLES, full="the budget of the paper"), argv
-    )
+    parser = harness.arguments(__doc__ or "", EXAMPLES, full="the budget of the paper")
+    runs.add_workers(parser)
+    return harness.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -809,7 +814,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     with harness.recording(path, NAME, point, args.argv, args.device) as metrics:
         points = points_of(budget, args.seed, args.device)
-        metrics |= collected(measured(points, home / "runs", args.argv, args.device))
+        metrics |= collected(measured(points, home / "runs", args.argv, args.device, args.workers))
     out = harness.console()
     show(harness.plain(metrics), out)
     from figures import rounding as drawing

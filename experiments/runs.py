@@ -276,14 +276,19 @@ def tally(folder: Path, points: Sequence[Point]) -> dict[str, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many workers, and what to do with runs that are there. A rank of torchrun is a worker."""
+    """How many workers, and what to do with runs that are there."""
+    add_workers(parser)
+    parser.add_argument("--retry", action="store_true", help="run failed runs again")
+    parser.add_argument("--collect", action="store_true", help="run nothing; make the record")
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """How many workers: as many as cores, but a rank of torchrun is one itself."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser.add_argument(
         "--workers", type=positive, default=1 if "RANK" in os.environ else cores, metavar="N",
         help="processes, of one thread each",
     )  # fmt: skip
-    parser.add_argument("--retry", action="store_true", help="run failed runs again")
-    parser.add_argument("--collect", action="store_true", help="run nothing; make the record")
 
 
 def positive(text: str) -> int:

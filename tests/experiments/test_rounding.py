@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from helpers import assert_same_bits, assert_same_parts
 
 import fpemu
-from experiments import expectation, harness, model, rounding
+from experiments import expectation, harness, model, rounding, runs
 from experiments.expectation import UP
 from figures import rounding as drawing
 
@@ -294,10 +295,11 @@ TINY = rounding.Budget(
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study(tmp_path_factory: pytest.TempPathFactory, pool: Any) -> Path:
     """A run of seconds: few quantizers and recipes, those that the figures need among them."""
     out = tmp_path_factory.mktemp("rounding")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "pool", pool)
         patch.setitem(rounding.BUDGETS, "quick", TINY)
         patch.setattr(rounding, "QUANTIZERS", SOME)
         patch.setattr(rounding, "SCALED", ("nvfp4", UP))
@@ -328,10 +330,11 @@ def test_the_figures_depend_on_the_record_alone(study, tmp_path, monkeypatch):
         assert path.read_bytes() == (study / path.name).read_bytes()
 
 
-def test_finished_seeds_are_not_repeated(study, monkeypatch, tmp_path):
+def test_finished_seeds_are_not_repeated(study, monkeypatch, tmp_path, pool):
     def never(*_):
         raise AssertionError("a finished seed was measured again")
 
+    monkeypatch.setattr(runs, "pool", pool)
     text = model.corpus()
     points = rounding.points_of(TINY, 0, "cpu")
     calls = []
@@ -343,7 +346,8 @@ def test_finished_seeds_are_not_repeated(study, monkeypatch, tmp_path):
     assert text.sha256 == points[0]["text"]
 
 
-def test_a_failure_is_reported_and_tried_again(monkeypatch, tmp_path):
+def test_a_failure_is_reported_and_tried_again(monkeypatch, tmp_path, pool):
+    monkeypatch.setattr(runs, "pool", pool)
     points = rounding.points_of(TINY, 0, "cpu")
 
     def fails(*_):
@@ -354,6 +358,9 @@ def test_a_failure_is_reported_and_tried_again(monkeypatch, tmp_path):
         rounding.measured(points, tmp_path, [], "cpu")
     monkeypatch.setattr(rounding, "measure", lambda *_: {})
     assert len(rounding.measured(points, tmp_path, [], "cpu")) == 2
+    monkeypatch.setattr(runs, "pool", lambda *_: None)
+    with pytest.raises(RuntimeError, match="seed 0: its process ended"):
+        rounding.measured(points, tmp_path / "nothing", [], "cpu")
 
 
 def test_two_budgets_are_refused(capsys):
