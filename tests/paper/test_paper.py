@@ -58,6 +58,19 @@ def put(home: Path, made: dict[str, Any]) -> Path:
 # The committed text ------------------------------------------------------------------------------
 
 
+NUMBER = re.compile(r"(?<![\w.^])\d+\.\d+(?![\w.])")
+
+
+def test_numbers_of_the_readme_are_the_papers() -> None:
+    """Every decimal of "What formats do" is a number of the paper, made from the same records."""
+    readme = (harness.ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## What formats do\n")[1].split("\n!")[0]
+    told = set(NUMBER.findall(section))
+    found, _ = macros.values(ROWS, sets.full(), partial=True)
+    known = {number for text in found.values() for number in NUMBER.findall(text)}
+    assert len(told) > 8 and told <= known, told - known
+
+
 def test_text_table_figures_and_references_hold_together() -> None:
     assert check.everything() == []
 
