@@ -26,7 +26,8 @@ underflow: $(VENV)/.core  ## what underflows in FP16, FP8, MXFP4, NVFP4, on real
 
 # Several processes share the cores: a thread that waits must not spin.
 test: $(VENV)/.test  ## the whole test suite, doctests included
-	@OMP_WAIT_POLICY=passive $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@OMP_WAIT_POLICY=passive $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	    --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types and the fast tests
 	@$(RUN) -m ruff format --check .

@@ -10,7 +10,11 @@ settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long sweeps run only when asked for by name."""
+    """Long sweeps run only when asked for by name; a file that is one long test comes first.
+
+    (At the end it would keep one process busy while the others have nothing left.)
+    """
+    items.sort(key=lambda item: "interpreted" not in item.path.name)
     if "exhaustive" in (config.option.markexpr or ""):
         return
     long = [item for item in items if item.get_closest_marker("exhaustive")]

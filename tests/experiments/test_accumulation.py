@@ -254,7 +254,7 @@ def test_the_same_seed_gives_the_same_metrics_and_tables_of_80_columns(
     run, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(accumulation, "QUICK", TINY)
-    monkeypatch.setattr(drawing, "draw", lambda record, folder: [])
+    monkeypatch.setattr(drawing, "draw", lambda record, folder: [folder / record.stem])
     accumulation.main(["--quick", "--out", str(tmp_path)])
     first, again = (harness.read_record(p / "accumulation.json") for p in (run, tmp_path))
     assert again["metrics"] == first["metrics"]
