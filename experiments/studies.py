@@ -157,7 +157,7 @@ DEFAULT = Budget(
 QUICK = Budget(
     "quick",
     gpt={"width": 32, "layers": 1, "heads": 2, "context": 32},
-    hybrid={"width": 32, "pattern": "MA", "context": 32, "head_size": 4, "state": 8},
+    hybrid={"width": 32, "pattern": "MFA", "context": 32, "head_size": 4, "state": 8},
     proxy={"width": 32, "layers": 1},
     steps=20,
     hybrid_steps=4,

@@ -273,6 +273,12 @@ def test_gaps_without_spread() -> None:
     assert verdicts.p_values("worse", [0.1] * 6) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("budget", [studies.QUICK, studies.DEFAULT, studies.FULL])
+def test_every_budgets_hybrid_has_all_kinds_of_layers(budget: studies.Budget) -> None:
+    """The paper has a number for each, a local copy too."""
+    assert set(budget.hybrid["pattern"]) == set("MAF")
+
+
 def test_percent_is_of_the_references_magnitude() -> None:
     """What a loss falls by is negative; worse is to be positive there too."""
     falls = {"ref": {1: -0.5, 2: -0.5}, "arm": {1: -0.4, 2: -0.2}}
