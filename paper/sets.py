@@ -160,7 +160,9 @@ def read(chosen: Set, name: str) -> dict[str, Any]:
         why = str(error).removeprefix("read_record: ").split(";")[0]
         raise ValueError(f"read: {why}; run {command_of(chosen, name)}.") from None
     if not chosen.local:
-        if record["provenance"]["git"]["dirty"] is not False:
+        # A record that collects runs may list where each came from.
+        runs = [run for run in record["metrics"].get("runs", ()) if "git" in run]
+        if any(made["git"]["dirty"] is not False for made in (record["provenance"], *runs)):
             raise ValueError(
                 f"read: {path} was made from changes that are in no commit; commit, and run"
                 f" {' '.join(record['provenance']['argv'])} again."

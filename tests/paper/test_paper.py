@@ -22,7 +22,8 @@ PHRASES = check.allowed()
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    """A record of a tiny experiment; `changes` go to its point, git state or status."""
+    """A record of a tiny experiment; `changes` go to its point, git state, status, or its runs' states."""
+    runs = [{"git": {"commit": "f00", "dirty": dirty}} for dirty in changes.pop("runs", [])]
     made: dict[str, Any] = {
         "schema": harness.SCHEMA,
         "experiment": "underflow",
@@ -33,7 +34,7 @@ def record(**changes: Any) -> dict[str, Any]:
             "git": {"commit": "0123456789abcdef", "dirty": changes.pop("dirty", False)},
             "argv": ["experiments/underflow.py", *changes.pop("argv", [])],
         },
-        "metrics": {"rows": [{"arm": "a", "gap": -0.25}, {"arm": "b", "gap": None}]},
+        "metrics": {"rows": [{"arm": "a", "gap": -0.25}, {"arm": "b", "gap": None}], "runs": runs},
     }
     assert not changes
     return made
@@ -137,6 +138,7 @@ def test_number_is_looked_up_and_formatted(home: Path) -> None:
         (record(status="failed"), "records a failure"),
         (record(dirty=True), "in no commit"),
         (record(dirty=None), "in no commit"),
+        (record(runs=[False, True]), "in no commit"),
         (record(point={"quick": True}), "'quick'"),
         (record(point={"budget": "default"}), "'default'"),
         (record(point={"budget": {"name": "default"}}), "'default'"),
