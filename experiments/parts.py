@@ -3,7 +3,8 @@
 A model is trained in BF16; then X, W and dY of its linear layers are taken on one batch. By part of
 the model (attention, feed-forward, Mamba; into it and out of it) and tensor: the shape of the tensor
 and, for each format, the share of non-zero values that become zero, and SQNR; all as defined in
-experiments/outliers.py.
+experiments/outliers.py. And by layer: the error of the weight gradient when a recipe casts the
+operands of that GEMM alone; of the GPT, also whether the last block has more of it than the first.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 import fpemu
-from experiments import learning, outliers, prediction, studies
+from experiments import learning, outliers, prediction, studies, verdicts
+from fpemu.nn import layer as layers
+from fpemu.nn import streams
 
 FORMATS = ("fp16", "e4m3", "fp8_tensor_e4m3", "mxfp8_e4m3/rceil", "mxfp4/rceil", "nvfp4")
+#: Recipes whose weight gradients are compared with exact ones, no layer kept in BF16.
+CASTS = ("mxfp8", "mxfp4_sr_rht", "nvfp4_naive", "nvfp4")
 #: Linear layer of a GPT's block -> its part.
 GPT_PARTS = {
     "qkv": "attention in", "proj": "attention out",
@@ -43,13 +50,42 @@ def part_of(layer: str, pattern: str | None) -> str:
     return f"{studies.PARTS[pattern[int(block)]]} {ENDS[name]}"
 
 
+def wgrad_noise(core: layers.Core, tensors: dict[str, Tensor], seed: int) -> float:
+    """``sum (g' - g)^2 / sum g^2`` of a weight gradient whose operands are cast; products in float64.
+
+    A rotation of both operands along tokens leaves their product as it is.
+    """
+    ticket = streams.ticket(seed, core.index, 0)
+    dy, x = (
+        layers.cast(core, f"wgrad.{name}", tensors[name], ticket, note=False).double()
+        for name in ("dy", "x")
+    )
+    exact = tensors["dy"].double().T @ tensors["x"].double()
+    return float((dy.T @ x - exact).square().sum() / exact.square().sum())
+
+
+def gradients(net: Any, captured: dict[str, dict[str, Tensor]], seed: int) -> list[dict[str, Any]]:
+    """A row per recipe and linear layer: `wgrad_noise`."""
+    rows = []
+    for arm in CASTS:
+        fpemu.nn.convert(net.blocks, studies.recipe(arm), keep=(), seed=seed, verbose=False)
+        rows += [
+            {"arm": arm, "layer": name, "noise": wgrad_noise(linear.core, captured[name], seed)}
+            for name, linear in prediction.linears(net).items()
+        ]
+    return rows
+
+
 def measure(point: dict[str, Any]) -> dict[str, Any]:
-    """Train, capture, cast; returns a row per linear layer and tensor."""
+    """Train, capture, cast; returns a row per linear layer and tensor, and one per weight gradient."""
     found: list[dict[str, Any]] = []
+    noise: list[dict[str, Any]] = []
     pattern = point["model"].get("pattern")
 
     def at_end(net: Any) -> None:
-        for layer, tensors in prediction.capture(net, point).items():
+        captured = prediction.capture(net, point)
+        noise.extend(gradients(net, captured, point["rounding"]))
+        for layer, tensors in captured.items():
             for name, x in sorted(tensors.items()):
                 row: dict[str, Any] = {
                     "layer": layer,
@@ -64,7 +100,7 @@ def measure(point: dict[str, Any]) -> dict[str, Any]:
                 found.append(row)
 
     run = learning.train({**point, "task": "gpt" if pattern is None else "hybrid"}, at_end)
-    return {"held_out": run["held_out"], "tensors": found}
+    return {"held_out": run["held_out"], "tensors": found, "wgrad": noise}
 
 
 def table(
@@ -87,4 +123,31 @@ def table(
             known = [r[f"db {fmt}"] for r in of if r[f"db {fmt}"] is not None]
             row[f"db {fmt}"] = statistics.median(known) if known else None
         rows.append(row)
+    return rows
+
+
+def depth(
+    points: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Of the GPT, by recipe: `wgrad_noise` of each block, mean over its layers and over seeds.
+
+    And the last block's noise over the first's: mean over seeds with Student's interval.
+    """
+    rows = []
+    for arm in CASTS:
+        seeds: list[list[float]] = []
+        for p, m in zip(points, metrics, strict=True):
+            if "pattern" in p["model"]:
+                continue
+            blocks: dict[int, list[float]] = {}
+            for row in m["wgrad"]:
+                if row["arm"] == arm:
+                    blocks.setdefault(int(row["layer"].split(".")[0]), []).append(row["noise"])
+            seeds.append([statistics.fmean(blocks[i]) for i in sorted(blocks)])
+        ratios = [noise[-1] / noise[0] for noise in seeds]
+        mean, low, high = verdicts.interval(ratios)
+        rows.append({
+            "arm": arm, "blocks": [statistics.fmean(noise) for noise in zip(*seeds, strict=True)],
+            "last_over_first": {"mean": mean, "low": low, "high": high},
+        })  # fmt: skip
     return rows

@@ -260,7 +260,7 @@ def judge(
     if study == "parts":
         from experiments import parts
 
-        return {"parts": parts.table(points, metrics)}
+        return {"parts": parts.table(points, metrics), "depth": parts.depth(points, metrics)}
     if study == "proxy":
         return {"counts": proxy_counts(points, metrics)}
     if study in ("tune", "chaos"):
@@ -404,7 +404,16 @@ def tables(study: str, found: dict[str, Any]) -> list[Any]:
             for r in found["parts"]
         ]  # fmt: skip
         heads = ["part", "tensor", "kurtosis", "crest", *formats]
-        return [harness.table(f"{study}: tensors at the end; zeroed, %", heads, rows)]
+        made = [harness.table(f"{study}: tensors at the end; zeroed, %", heads, rows)]
+        rows = [
+            [r["arm"], *(f"{100 * noise:.2f}" for noise in r["blocks"]),
+             *(f"{r['last_over_first'][key]:.3f}" for key in ("mean", "low", "high"))]
+            for r in found["depth"]
+        ]  # fmt: skip
+        blocks = [f"block {i}" for i in range(len(found["depth"][0]["blocks"]))]
+        heads = ["recipe", *blocks, "last / first", "low", "high"]
+        made.append(harness.table("GPT: noise share of the weight gradients, %", heads, rows))
+        return made
     if "cells" not in found:
         return []
     rows = [

@@ -930,6 +930,28 @@ def token_verdict(record: Data) -> str:
     ]
 
 
+def depth(arm: str) -> Callable[[Data], Data]:
+    """How many times the first block's noise the weight gradients of the last block have."""
+
+    def look(record: Data) -> Data:
+        (row,) = (row for row in record["metrics"]["depth"] if row["arm"] == arm)
+        return row["last_over_first"]
+
+    return look
+
+
+def times(row: Data) -> str:
+    """``0.93 [0.91, 0.95]``"""
+    return f"{row['mean']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def deeper(record: Data) -> str:
+    ratio = depth("nvfp4")(record)
+    if ratio["low"] <= 1 <= ratio["high"]:
+        return VERDICTS["not resolved"]
+    return "reproduced" if ratio["mean"] > 1 else "contradicted at this scale"
+
+
 def effect(name: str, record: str, claimed: Callable[[Data], Data]) -> tuple[Row, Row]:
     """A claim's gap and its verdict."""
     return (
@@ -952,6 +974,11 @@ PUBLISHED = (
     Row("pv.sr forward", A, verdict_of(claim("nvfp4+sr_forward", "nvfp4", "worse")), words),
     *effect("2d", A, claim("nvfp4-2d", "nvfp4", "worse")),
     *effect("keep", A, claim("nvfp4-keep", "nvfp4", "worse")),
+    *(
+        Row(f"pv.depth.{arm}", "loss_curves_parts", depth(arm), times)
+        for arm in ("nvfp4", "mxfp4_sr_rht")
+    ),
+    Row("pv.depth", "loss_curves_parts", deeper, words),
     *effect("rht", A, claim("nvfp4-rht", "nvfp4", "worse")),
 )
 

@@ -431,7 +431,9 @@ def invented(point: dict[str, Any]) -> dict[str, Any]:
     if point["task"] == "parts":
         pattern = point["model"].get("pattern")
         layers = [f"{i}.into" for i in range(len(pattern))] if pattern else ["0.qkv", "0.down"]
-        return {"held_out": 2.0, "tensors": [
+        wgrad = [{"arm": arm, "layer": layer, "noise": 0.02 + (layer[0] != "0") * 0.01}
+                 for arm in parts.CASTS for layer in (*layers, "1.qkv", "1.down")]  # fmt: skip
+        return {"held_out": 2.0, "wgrad": wgrad, "tensors": [
             {"layer": layer, "part": parts.part_of(layer, pattern), "tensor": tensor,
              **dict.fromkeys(outliers.SHAPE, 1.0 + (tensor == "dy")),
              **{f"zeroed {fmt}": rng.random() for fmt in parts.FORMATS},
@@ -483,9 +485,13 @@ def test_records_and_figures_of_every_study(store: Path, capsys: pytest.CaptureF
     assert tokens["m"] == pytest.approx(math.exp(0.05 / 0.3), rel=0.02)
     assert tokens["verdict"] == "resolved"
     assert "supported" in capsys.readouterr().out
-    row = harness.read_record(store / "loss_curves_parts.json")["metrics"]["parts"][0]
+    found = harness.read_record(store / "loss_curves_parts.json")["metrics"]
+    row = found["parts"][0]
     assert (row["model"], row["part"], row["tensor"]) == ("GPT", "attention in", "dy")
     assert (row["kurtosis"], row["n"], row["db fp16"]) == (2.0, studies.QUICK.few, None)
+    row = found["depth"][0]
+    assert row["arm"] == "mxfp8" and row["blocks"] == pytest.approx([0.02, 0.03])
+    assert row["last_over_first"] == pytest.approx({"mean": 1.5, "low": 1.5, "high": 1.5})
 
     before = {path.name: path.read_bytes() for path in store.glob("loss_curves_*")}
     argv = ["--quick", "--collect", "--study", "switch", "tokens", "--out", str(store)]
@@ -527,7 +533,8 @@ def test_a_part_alone_is_quantized() -> None:
 def test_parts_are_measured() -> None:
     """Against the definitions, on the tensors that the model's own capture gives."""
     point = {**tiny_hybrid(), "task": "parts", "arm": "bf16"}
-    rows = {(r["layer"], r["tensor"]): r for r in parts.measure(point)["tensors"]}
+    measured = parts.measure(point)
+    rows = {(r["layer"], r["tensor"]): r for r in measured["tensors"]}
     assert len(rows) == 6 * 3
     assert rows["1.qkv", "x"]["part"] == "attention in"
     found: dict[str, Any] = {}
@@ -543,6 +550,18 @@ def test_parts_are_measured() -> None:
     assert row["crest"] == pytest.approx(abs(x).max() / (x**2).mean() ** 0.5, rel=1e-6)
     q = fpemu.quantize(found["0.out"]["dy"], "e4m3").numpy()
     assert row["zeroed e4m3"] == ((x != 0) & (q == 0)).sum() / (x != 0).sum() > 0
+
+    noise = {(r["arm"], r["layer"]): r["noise"] for r in measured["wgrad"]}
+    assert len(noise) == 6 * len(parts.CASTS)
+    # To nearest, in blocks along tokens, unrotated: by hand from the public casts.
+    dy, x = (found["1.qkv"][name].T.contiguous() for name in ("dy", "x"))
+    exact = dy.double() @ x.double().T
+    for arm, fmt in (("mxfp8", "mxfp8_e4m3/rceil"), ("nvfp4_naive", "nvfp4")):
+        product = fpemu.quantize(dy, fmt).double() @ fpemu.quantize(x, fmt).double().T
+        share = float((product - exact).square().sum() / exact.square().sum())
+        assert noise[arm, "1.qkv"] == pytest.approx(share, rel=1e-9)
+    # With stochastic rounding and rotation: the noise of FP4, not the noise of a wrong product.
+    assert noise["mxfp8", "1.qkv"] < noise["nvfp4", "1.qkv"] < 0.1
 
 
 def test_an_incomplete_study_has_no_record(store: Path, capsys: pytest.CaptureFixture) -> None:
