@@ -73,7 +73,6 @@ JOBS = (
     Job("underflow", 4, 0.5),
     Job("accumulation", 2, 0.5),
     Job("dialects", 8, 1),
-    Job("recipes", 15, 1),
     Job("outliers", 10, 1),
     Job("rounding", 10, 1),
     Job("loss_scale", 14, 1.5),

@@ -982,12 +982,7 @@ PUBLISHED = (
     *effect("rht", A, claim("nvfp4-rht", "nvfp4", "worse")),
 )
 
-# An earlier experiment, and costs ----------------------------------------------------------------
-
-RECIPES = (
-    Row("rc.seeds", "recipes", "point.seeds", whole),
-    Row("rc.unscaled", "recipes", claim("fp8 unscaled", "bf16", "worse", "mean"), signed(2, "nats")),
-)  # fmt: skip
+# Costs --------------------------------------------------------------------------------------------
 
 
 def bytes_table(record: Data) -> str:
@@ -1007,5 +1002,5 @@ SPEED = (
 
 ROWS: tuple[Row, ...] = (
     *EVIDENCE, *DIALECTS, *ACCUMULATION, *UNDERFLOW, *LOSS_SCALE, *MASTERS, *JUMP, *OUTLIERS, *ROUNDING,
-    *LOSS_CURVES, *PUBLISHED, *RECIPES, *SPEED,
+    *LOSS_CURVES, *PUBLISHED, *SPEED,
 )  # fmt: skip

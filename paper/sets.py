@@ -60,7 +60,6 @@ RECORDS = {
         # One budget, and that is the committed one.
         Record("accumulation", "results", "accumulation"),
         Record("dialects", "results", "dialects"),
-        Record("recipes", "results", "recipes"),
         # Budgets: --full is the committed one.
         Record("underflow", script="underflow"),
         Record("outliers", script="outliers"),

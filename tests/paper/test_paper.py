@@ -62,10 +62,14 @@ def put(home: Path, made: dict[str, Any]) -> Path:
 NUMBER = re.compile(r"(?<![\w.^])\d+\.\d+(?![\w.])")
 
 
-def test_numbers_of_the_readme_are_the_papers() -> None:
-    """Every decimal of "What formats do" is a number of the paper, made from the same records."""
-    readme = (harness.ROOT / "README.md").read_text(encoding="utf-8")
-    section = readme.split("## What formats do\n")[1].split("\n!")[0]
+@pytest.mark.parametrize(
+    ("file", "heading"),
+    [("README.md", "What formats do"), ("docs/training.md", "What recipes do to learning")],
+)
+def test_numbers_of_the_documents_are_the_papers(file: str, heading: str) -> None:
+    """Every decimal of the section is a number of the paper, made from the same records."""
+    text = (harness.ROOT / file).read_text(encoding="utf-8")
+    section = text.split(f"## {heading}\n")[1].split("\n!")[0]
     told = set(NUMBER.findall(section))
     found, _ = macros.values(ROWS, sets.full(), partial=True)
     known = {number for text in found.values() for number in NUMBER.findall(text)}
