@@ -47,15 +47,15 @@ def expected(name: str) -> list[tuple[Case, str, int, np.ndarray]]:
     return [
         (k, out, depth, run(k, unit, out, backend="oracle"))
         for out in unit.outputs
-        for depth, rows in ((unit.step, 3), (2 * unit.step + 5, 4))
-        for k in cases(unit, rows, depth, 6, seed=depth)
+        for depth, rows in ((unit.step, 2), (2 * unit.step + 5, 3))
+        for k in cases(unit, rows, depth, 5, seed=depth)
     ]
 
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("name", sorted(DISTINCT.values()))
 def test_fast_equals_oracle(name: str, backend: str) -> None:
-    """Tens of thousands of outputs: cancellation, subnormals, overflow, zeros, NaN, Inf."""
+    """Nearly twenty thousand outputs: cancellation, subnormals, overflow, zeros, NaN, Inf."""
     unit = get_unit(name)
     if backend == "torch" and torch_.supports(unit):
         pytest.skip(f"torch backend: {torch_.supports(unit)}")

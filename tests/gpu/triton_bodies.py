@@ -269,7 +269,8 @@ def test_any_axis_any_order(fmt: str) -> None:
     for order in orders[: 2 if backend.INTERPRETED else 3]:  # others see the plain order
         dense = np.ascontiguousarray(x.transpose(order))
         view = to_device(dense).permute([order.index(a) for a in range(4)])
-        for axis in range(1 if fmt == "e2m1" else 4):
+        axes = range(order[0] % 2, 4, 2) if backend.INTERPRETED else range(4)
+        for axis in axes[:1] if fmt == "e2m1" else axes:
             options = {"rounding": "sr", "seed": 4} if (axis + order[0]) % 2 else {}
             want = fpemu.encode(x, fmt, axis=axis, **options)
             got = fpemu.encode(view, fmt, axis=axis, backend="triton", **options)
