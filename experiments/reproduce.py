@@ -34,7 +34,7 @@ from rich.table import Column
 from experiments import harness
 
 EXAMPLES = """
-python experiments/reproduce.py                       # about two hours on two cores
+python experiments/reproduce.py                       # half an hour on two cores
 python experiments/reproduce.py --quick               # minutes: see that all of it works
 python experiments/reproduce.py --only underflow rounding
 python experiments/reproduce.py --fresh               # forget earlier local runs first
@@ -71,15 +71,15 @@ STUDIES = (
 )  # fmt: skip
 JOBS = (
     Job("underflow", 4, 0.5),
-    Job("accumulation", 2, 0.5),
-    Job("dialects", 8, 1),
-    Job("outliers", 10, 1),
-    Job("rounding", 10, 1),
-    Job("loss_scale", 14, 1.5),
-    Job("masters", 10, 1.5),
-    Job("jump", 5, 1),
-    Job("speed", 6, 1),
-    Job("loss_curves", 14, 1.5, tuple(f"loss_curves_{study}" for study in STUDIES)),
+    Job("accumulation", 2.5, 0.5),
+    Job("dialects", 2.5, 1),
+    Job("outliers", 2, 1),
+    Job("rounding", 2.5, 1),
+    Job("loss_scale", 3, 0.5),
+    Job("masters", 1, 0.5),
+    Job("jump", 1, 0.5),
+    Job("speed", 3, 1),
+    Job("loss_curves", 6, 1, tuple(f"loss_curves_{study}" for study in STUDIES)),
 )
 
 

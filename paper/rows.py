@@ -583,7 +583,14 @@ def rotated(scaling: str) -> Callable[[Data], str]:
     return look
 
 
+def sources_in_words(record: Data) -> str:
+    if record["metrics"]["pretrained"] is None:
+        return "the GPT alone (the pretrained encoder was not installed)"
+    return "a pretrained encoder on real text through its own tokenizer, and the GPT"
+
+
 OUTLIERS = (
+    Row("ou.sources", "outliers", sources_in_words, words),
     Row("ou.crossings", "outliers", crossings_table, raw),
     Row("ou.draws", "outliers", "point.draws", whole),
     Row("ou.seeds", "outliers", lambda r: ", ".join(map(str, r["metrics"]["gpt_seeds"])), words),

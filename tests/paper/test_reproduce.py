@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import harness, reproduce
+from experiments import dialects, harness, reproduce
 from experiments.reproduce import Job
 from paper import build, sets
 
@@ -112,3 +112,8 @@ def test_every_record_of_the_paper_is_made_here() -> None:
 def test_every_job_is_a_script() -> None:
     for job in reproduce.JOBS:
         assert (harness.ROOT / "experiments" / f"{job.name}.py").exists(), job.name
+
+
+def test_the_makefile_names_the_pretrained_weights_of_the_experiments() -> None:
+    text = (harness.ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"WEIGHTS := {dialects.PACKAGE}=={dialects.VERSION}\n" in text
