@@ -9,6 +9,7 @@ operands of that GEMM alone; of the GPT, also whether the last block has more of
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -131,7 +132,8 @@ def depth(
 ) -> list[dict[str, Any]]:
     """Of the GPT, by recipe: `wgrad_noise` of each block, mean over its layers and over seeds.
 
-    And the last block's noise over the first's: mean over seeds with Student's interval.
+    And the last block's noise over the first's: geometric mean over seeds, with Student's interval
+    of its logarithm.
     """
     rows = []
     for arm in CASTS:
@@ -144,8 +146,8 @@ def depth(
                 if row["arm"] == arm:
                     blocks.setdefault(int(row["layer"].split(".")[0]), []).append(row["noise"])
             seeds.append([statistics.fmean(blocks[i]) for i in sorted(blocks)])
-        ratios = [noise[-1] / noise[0] for noise in seeds]
-        mean, low, high = verdicts.interval(ratios)
+        ends = verdicts.interval([math.log(noise[-1] / noise[0]) for noise in seeds])
+        mean, low, high = (math.exp(end) for end in ends)
         rows.append({
             "arm": arm, "blocks": [statistics.fmean(noise) for noise in zip(*seeds, strict=True)],
             "last_over_first": {"mean": mean, "low": low, "high": high},
