@@ -10,6 +10,7 @@ weights, data order and held-out text, and only the recipe differs. Studies:
   switch        NVFP4 that goes on in BF16 when the rate decays: forward, backward, both
   accumulation  E4M3 GEMMs with float32 sums, Hopper's, and Hopper's promoted every 128
   hybrid        the same on a Mamba-2, attention and feed-forward hybrid (few seeds)
+  parts         what the parts of both models feed their GEMMs, and the error of weight gradients
   proxy         MX instability in a residual MLP, layer-norm weights quantized or not
   tune          learning rates, on tuning seeds that no other study uses
   predict       a ranking by quantization noise, made on a tuning seed

@@ -9,6 +9,7 @@ operands of that GEMM alone; of the GPT, also whether the last block has more of
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ def wgrad_noise(core: layers.Core, tensors: dict[str, Tensor], seed: int) -> flo
 
 def gradients(net: Any, captured: dict[str, dict[str, Tensor]], seed: int) -> list[dict[str, Any]]:
     """A row per recipe and linear layer: `wgrad_noise`."""
-    rows = []
+    net, rows = copy.deepcopy(net), []  # the run goes on with its own layers
     for arm in CASTS:
         fpemu.nn.convert(net.blocks, studies.recipe(arm), keep=(), seed=seed, verbose=False)
         rows += [
@@ -78,7 +79,7 @@ def gradients(net: Any, captured: dict[str, dict[str, Tensor]], seed: int) -> li
 
 
 def measure(point: dict[str, Any]) -> dict[str, Any]:
-    """Train, capture, cast; returns a row per linear layer and tensor, and one per weight gradient."""
+    """Train, capture, cast; returns rows per layer and tensor, and per recipe and layer."""
     found: list[dict[str, Any]] = []
     noise: list[dict[str, Any]] = []
     pattern = point["model"].get("pattern")

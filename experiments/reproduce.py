@@ -113,12 +113,29 @@ def records_of(job: Job, out: Path) -> list[dict[str, Any]] | None:
 
 
 def is_done(job: Job, out: Path, quick: bool, commit: str | None) -> bool:
-    """Whether all records of a job are there, went well, and belong to this commit and budget."""
-    origins = [record["provenance"] for record in records_of(job, out) or ()]
-    return bool(origins) and all(
-        origin["git"]["commit"] == commit and ("--quick" in origin["argv"]) == quick
-        for origin in origins
+    """Whether all records of a job are there, went well, and belong to this commit and budget.
+
+    One that did without pretrained weights is done again when they are there.
+    """
+    records = records_of(job, out) or []
+    origins = [record["provenance"] for record in records]
+    return (
+        bool(origins)
+        and all(
+            origin["git"]["commit"] == commit and ("--quick" in origin["argv"]) == quick
+            for origin in origins
+        )
+        and not any(lacks_weights(record) for record in records)
     )
+
+
+def lacks_weights(record: dict[str, Any]) -> bool:
+    """Whether pretrained weights are installed now that the record was made without."""
+    if record["metrics"].get("pretrained", ...) is not None:
+        return False
+    from experiments import dialects
+
+    return dialects.packaged_weights() is not None
 
 
 def command(job: Job, out: Path, quick: bool) -> list[str]:

@@ -283,12 +283,12 @@ def hybrid(budget: Budget) -> list[Point]:
 
 
 def parts(budget: Budget) -> list[Point]:
-    """BF16 on both models; the tensors at the end are then measured."""
+    """BF16 on both models; the tensors at the end are then measured (2: weight gradients, too)."""
     few = replace(budget, seeds=budget.seeds[: budget.few])
     models = ((budget.gpt, budget.steps), (budget.hybrid, budget.hybrid_steps))
     return [
         p for sizes, steps in models
-        for p in _grid(few, _arms("bf16"), task="parts", model=sizes, steps=steps)
+        for p in _grid(few, _arms("bf16"), task="parts", model=sizes, steps=steps, version=2)
     ]  # fmt: skip
 
 

@@ -538,9 +538,10 @@ def test_parts_are_measured() -> None:
     assert len(rows) == 6 * 3
     assert rows["1.qkv", "x"]["part"] == "attention in"
     found: dict[str, Any] = {}
-    learning.train(
+    trained = learning.train(
         {**point, "task": "hybrid"}, lambda net: found.update(prediction.capture(net, point))
     )
+    assert measured["held_out"] == trained["held_out"]  # of the BF16 run, whatever was cast
     sparse = found["2.out"]["x"]  # squared ReLU: zeros are no loss
     q = fpemu.quantize(sparse, "e4m3")
     assert int((sparse == 0).sum()) > 0

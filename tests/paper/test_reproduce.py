@@ -117,3 +117,20 @@ def test_every_job_is_a_script() -> None:
 def test_the_makefile_names_the_pretrained_weights_of_the_experiments() -> None:
     text = (harness.ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"WEIGHTS := {dialects.PACKAGE}=={dialects.VERSION}\n" in text
+
+
+def test_a_record_without_pretrained_weights_is_made_again_once_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job("dialects", 1, 1)
+    made = {
+        "schema": harness.SCHEMA, "experiment": "dialects", "status": "ok", "error": None,
+        "point": {}, "metrics": {"pretrained": None},
+        "provenance": {"git": {"commit": "c", "dirty": False}, "argv": []},
+    }  # fmt: skip
+    harness.write_record(tmp_path / "dialects.json", made)
+    for there, done in ((None, True), (tmp_path, False)):
+        monkeypatch.setattr(dialects, "packaged_weights", lambda there=there: there)
+        assert reproduce.is_done(job, tmp_path, False, "c") is done
+    harness.write_record(tmp_path / "dialects.json", {**made, "metrics": {"pretrained": {}}})
+    assert reproduce.is_done(job, tmp_path, False, "c")
