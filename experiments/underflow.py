@@ -804,7 +804,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(metrics, out)
     from figures import underflow as drawing
 
-    figures = drawing.draw(path, harness.figures_dir(args))
+    place = harness.drawings(args) if args.full else harness.figures_dir(args)
+    figures = drawing.draw(path, place)
     out.print(
         f"record  {harness.shown(path)}\nfigures {harness.shown(figures[0].parent)}/{name}_*.pdf, .png"
     )

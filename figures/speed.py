@@ -1,6 +1,6 @@
 """Draw the figure of a record of experiments/speed.py: time by phase, and bytes of the state.
 
-    python figures/speed.py                    # results/full/speed.json -> figures/speed.*
+    python figures/speed.py                    # results/full/speed.json -> figures/full/speed.*
 
 Left: a training step emulated on a CPU, by phase, in float32 steps, and what it takes of memory at
 its peak, where that was measured. Right: bytes a parameter of the

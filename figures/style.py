@@ -154,14 +154,16 @@ def command(
     parser.add_argument(
         "records", nargs="*", type=Path, metavar="RECORD", help=f"default: {folder}/{pattern}"
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "figures", metavar="DIR", help="default: figures/"
-    )
+    of_paper = folder == "results/full"
+    places = "figures/full, or figures/ for a RECORD" if of_paper else "figures/"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {places}")
     args = parser.parse_args()
     home = ROOT / folder
+    # What is committed is what make figures draws; a record of one's own is drawn beside it.
+    place = ROOT / "figures" / ("full" if of_paper and not args.records else "")
     try:
         for record in args.records or sorted(home.glob(pattern)) or [home / pattern]:
-            print("\n".join(str(path) for path in draw(record, args.out)))
+            print("\n".join(str(path) for path in draw(record, args.out or place)))
     except ValueError as error:
         print(f"figures/{name}.py: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Draw every figure from its record.
 
-    python paper/draw.py                       # the committed records, into figures/
+    python paper/draw.py                       # the committed records, into figures/full
     python paper/draw.py --set local           # those of a local run, beside them
     python paper/draw.py --only dialects       # of one record
 

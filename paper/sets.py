@@ -122,7 +122,9 @@ class Set:
 
 def full(root: Path = ROOT) -> Set:
     """The committed records and figures."""
-    return Set("full", lambda record: root / record.full / f"{record.name}.json", root / "figures")
+    return Set(
+        "full", lambda record: root / record.full / f"{record.name}.json", root / "figures" / "full"
+    )
 
 
 def local(folder: Path = LOCAL, root: Path = ROOT) -> Set:

@@ -92,6 +92,14 @@ def test_committed_figures_are_those_of_their_records() -> None:
     assert {figure: why for figure, why in stale.items() if why != sets.NOT_DRAWN} == {}
 
 
+def test_a_run_of_ones_own_leaves_the_committed_figures_alone() -> None:
+    """`make underflow` is the README's first command; `make test` and `make paper` come after it."""
+    own = harness.parse(harness.arguments("Asks.", "python trial.py", full="hours"), [])
+    full = harness.parse(harness.arguments("Asks.", "python trial.py", full="hours"), ["--full"])
+    assert harness.drawings(full) == sets.full().figures
+    assert sets.full().figures not in (harness.figures_dir(own), harness.drawings(own))
+
+
 def test_figures_name_the_commit_of_their_record() -> None:
     full = sets.full()
     for figure, name in sets.FIGURES.items():
@@ -250,7 +258,7 @@ def test_stale_figures_are_found(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sets, "FIGURES", {"underflow_layers": "underflow"})
     path, chosen = put(home, record()), sets.full(home)
     pdf = chosen.figures / "underflow_layers.pdf"
-    pdf.parent.mkdir()
+    pdf.parent.mkdir(parents=True)
     assert sets.stale_figures(chosen) == {"underflow_layers": "it has not been drawn"}
     pdf.write_bytes(b"%PDF")
     source = {"record_sha256": sets.digest(path), "pdf_sha256": sets.digest(pdf)}
