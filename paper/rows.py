@@ -956,7 +956,7 @@ def deeper(record: Data) -> str:
     ratio = depth("nvfp4")(record)
     if ratio["low"] <= 1 <= ratio["high"]:
         return VERDICTS["not resolved"]
-    return "reproduced" if ratio["mean"] > 1 else "contradicted at this scale"
+    return VERDICTS["supported" if ratio["mean"] > 1 else "contradicted"]
 
 
 def effect(name: str, record: str, claimed: Callable[[Data], Data]) -> tuple[Row, Row]:

@@ -538,10 +538,16 @@ def test_parts_are_measured() -> None:
     assert len(rows) == 6 * 3
     assert rows["1.qkv", "x"]["part"] == "attention in"
     found: dict[str, Any] = {}
-    trained = learning.train(
-        {**point, "task": "hybrid"}, lambda net: found.update(prediction.capture(net, point))
-    )
-    assert measured["held_out"] == trained["held_out"]  # of the BF16 run, whatever was cast
+
+    def at_end(net: Any) -> None:
+        found.update(prediction.capture(net, point))
+        before = [m.recipe for m in net.modules() if isinstance(m, fpemu.nn.Linear)]
+        parts.gradients(net, found, 1)
+        # The held-out loss, which comes next, is that of the BF16 run, whatever was cast.
+        after = [m.recipe for m in net.modules() if isinstance(m, fpemu.nn.Linear)]
+        assert after == before and {recipe.name for recipe in after} == {"bf16"}
+
+    learning.train({**point, "task": "hybrid"}, at_end)
     sparse = found["2.out"]["x"]  # squared ReLU: zeros are no loss
     q = fpemu.quantize(sparse, "e4m3")
     assert int((sparse == 0).sum()) > 0
